@@ -18,7 +18,7 @@ from megtool.commands.audit import AuditReport
 from megtool.commands.clean import CleanReport
 from megtool.commands.demo import DemoReport
 from megtool.commands.doctor import DoctorReport
-from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
+from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport, LabelReport
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
 from megtool.commands.inspect import InspectReport
@@ -84,6 +84,7 @@ def evaluate(
     window: int | None = ...,
     stride: int | None = ...,
     max_tokens: int | None = ...,
+    predictions: str | Path | None = ...,
     tasks: str | None = ...,
     chat: bool = ...,
     limit: int | None = ...,
@@ -109,7 +110,7 @@ def evaluate(
     dry_run: bool = ...,
     report: str | Path | None = ...,
     progress: Progress = ...,
-) -> EvaluateReport | EvaluatePlan: ...
+) -> EvaluateReport | LabelReport | EvaluatePlan: ...
 def explain_recipe(
     source: str | Path,
     recipe: str,

@@ -1,4 +1,4 @@
-"""A model's layout over ranks (ParallelConfig), and the options that say it."""
+"""A model's layout over ranks (ParallelConfig) and the options that say it; kinds of labels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from megtool.options.field import LAYOUT, Options, layout_size, option
 
 CommType = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]
 """How ranks of context parallelism exchange keys and values, in Megatron's words."""
+
+LabelKind = Literal["classes", "numbers", "preferences"]
+"""What labels of texts are: the number of a class; a number, as the bits of its float32; or, of an
+answer, the place in its row where the one is scored that it is preferred to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ _POSITIVE = (
 _NATURAL = (
     "window_size",
     "num_token_types",
+    "num_labels",
     "position_offset",
     "num_decoder_layers",
     "relative_num_buckets",
@@ -122,6 +123,8 @@ _FLAGS = (
     "masked_head",
     "head_dense_bias",
     "head_bias",
+    "score_dense",
+    "score_bias",
     "norm_bias",
     "norm_weight",
     "pre_norms",

@@ -122,6 +122,10 @@ class ModelConfig(LayerSets):
     normalizes embeddings. `masked_head` puts a linear layer, the activation and a norm before the
     output layer (which `head_dense_bias` and `head_bias` give a bias).
 
+    With `num_labels` there is no output layer: labels are scored, of a text by its last token (of a
+    `bidirectional` model by its first). `score_dense` is a linear layer and tanh before that, and
+    scores have a `score_bias`. One label is a reward, or another number.
+
     With `num_decoder_layers` the layers are an encoder's, and as many of a decoder attend to its
     output. Relative positions have `relative_num_buckets` biases for each head; tokens that are
     `relative_max_distance` or more apart share the last. Layers of a stack share the biases, unless
@@ -211,6 +215,9 @@ class ModelConfig(LayerSets):
     masked_head: bool = False
     head_dense_bias: bool = False
     head_bias: bool = False
+    num_labels: int = 0
+    score_dense: bool = False
+    score_bias: bool = False
     num_decoder_layers: int = 0
     relative_num_buckets: int = 0
     relative_max_distance: int = 0

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megtool.commands.evaluate_labels import evaluate_labels
 from megtool.commands.evaluate_report import (
     Divergence,
     EvaluatePlan,
     EvaluateReport,
+    LabelReport,
     WorstPosition,
 )
 from megtool.commands.options.models import EvaluateOptions
@@ -42,7 +44,7 @@ _LESS_MEMORY = f"a smaller --batch-size or --window, --stream-layers, {LESS_MEMO
 
 def evaluate(
     options: EvaluateOptions, *, progress: Progress = silent
-) -> EvaluateReport | EvaluatePlan:
+) -> EvaluateReport | LabelReport | EvaluatePlan:
     """Score a model on `data`, on tasks of lm-eval, or on both.
 
     Each document is scored by itself, or all as one with `join`. Of conversations (put into the
@@ -55,6 +57,10 @@ def evaluate(
     `against` is a second model, in any format, that is run on the same windows and compared token
     by token.
 
+    A model that scores labels is evaluated on records of texts with a `label`, or, if it has one
+    label, of a number, or of a `chosen` and a `rejected` answer; `predictions` is a file for the
+    scores of every text.
+
     Raises:
         UsageError: an option has no effect, or no such value.
         MegtoolError: a checkpoint, its tokenizer, the layout or the data cannot be used.
@@ -63,7 +69,14 @@ def evaluate(
     data = options.data
     if data is None and options.tasks is None:
         raise UsageError("there is nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
-    source = open_decoder(options.source, options, encoders=True, two_stacks=True)
+    source = open_decoder(options.source, options, encoders=True, two_stacks=True, labels=True)
+    if source.config.num_labels:
+        return evaluate_labels(source, options, progress)
+    if options.predictions is not None:
+        raise UsageError(
+            "--predictions is for models that score labels, and this one predicts tokens",
+            hint="--json prints the whole report",
+        )
     tokenizer = source.tokenizer(options.tokenizer)
     reference = (
         None if options.against is None else _open_reference(options.against, options, source)

@@ -114,6 +114,74 @@ class EvaluateReport(Report):
             yield Section(title=task, rows=rows)
 
 
+_LABELS = {
+    "classes": "labeled texts",
+    "numbers": "texts with a number",
+    "preferences": "pairs of answers",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelReport(Report):
+    """How well a model scores labels.
+
+    `labeled` of the `texts` (or pairs) are compared with their labels. `loss` is in nats, for
+    numbers the mean squared error. `accuracy` is the share of texts whose label has the highest
+    score, or of pairs whose chosen answer has the higher one. `classes` are, by label, the texts
+    that have it (`texts`), those of them that get it (`right`), and all that do (`predicted`).
+    """
+
+    path: str
+    format: str
+    family: str | None
+    data: str
+    device: str
+    dtype: str
+    kind: str
+    texts: int
+    labeled: int
+    tokens: int
+    loss: float | None
+    accuracy: float | None
+    mean_error: float | None
+    classes: dict[str, dict[str, int]]
+    predictions: str | None
+    load_seconds: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return self.add_remarks(asdict(self))
+
+    def title(self) -> str:
+        """The checkpoint and the data."""
+        return f"{self.path} ({self.format}) on {self.data}"
+
+    def rows(self) -> Iterator[Row]:
+        """The score."""
+        yield _LABELS[self.kind], f"{self.labeled:,} of {self.texts:,}"
+        if self.loss is not None:
+            is_number = self.kind == "numbers"
+            yield "loss", f"{self.loss:.4f}" + (" (squared error)" if is_number else " nats")
+        if self.accuracy is not None:
+            yield "accuracy", f"{self.accuracy:.2%}"
+        if self.mean_error is not None:
+            yield "mean error", f"{self.mean_error:.4f}"
+        speed = self.texts / self.seconds if self.seconds else 0.0
+        yield "speed", f"{speed:.1f} texts/s, {self.dtype} on {self.device}"
+        if self.predictions is not None:
+            yield "predictions", self.predictions
+
+    def sections(self) -> Iterator[Section]:
+        """The classes."""
+        if self.classes:
+            rows = [
+                (name, f"{c['texts']:,}", f"{c['right']:,}", f"{c['predicted']:,}")
+                for name, c in self.classes.items()
+            ]
+            yield Section(table=Table(header=("label", "texts", "right", "predicted"), rows=rows))
+
+
 def _divergence_rows(d: Divergence) -> Iterator[Row]:
     yield "perplexity", f"{d.perplexity:.4f}"
     yield "loss", f"{d.loss:.4f} nats per token"

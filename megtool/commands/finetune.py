@@ -63,7 +63,7 @@ def finetune(
         raise UsageError("there is nothing to train on", hint="--data FILE")
     _check_other_runs(options.report_against)
     source, _ = screen_source(
-        open_decoder(options.source, settings, encoders=True, two_stacks=True),
+        open_decoder(options.source, settings, encoders=True, two_stacks=True, labels=True),
         drop=options.drop_objects,
     )
     check_folders(options.source, folder)
@@ -171,7 +171,6 @@ def _plan(
         make_lr_schedule,
         plan_run,
         resolve_dtype,
-        row_length,
     )
 
     world_size = int(os.environ.get("WORLD_SIZE", settings.layout.world_size))
@@ -183,7 +182,7 @@ def _plan(
     datasets = open_datasets(settings, source, cache=settings.data_cache_path)
     plan = plan_run(
         settings,
-        seq_length=row_length(settings, source.config),
+        seq_length=datasets.train.length,
         num_samples=len(datasets.train),
         target_length=datasets.train.target_length,
         layout=layout,

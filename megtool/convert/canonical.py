@@ -358,8 +358,14 @@ _LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
         "transform.bias": Weight(_HIDDEN, "masked_head", flag="head_dense_bias"),
         "transform_norm.weight": Weight(_HIDDEN, "masked_head"),
         "transform_norm.bias": Weight(_HIDDEN, f"masked_head and {_LAYERNORM}"),
-        "head.weight": Weight(("vocab_size", "hidden_size"), "not tied_embeddings"),
-        "head.bias": Weight(("vocab_size",), "masked_head", flag="head_bias"),
+        "head.weight": Weight(
+            ("vocab_size", "hidden_size"), "not tied_embeddings and not num_labels"
+        ),
+        "head.bias": Weight(("vocab_size",), "masked_head and not num_labels", flag="head_bias"),
+        "score_dense.weight": Weight(("hidden_size", "hidden_size"), "num_labels and score_dense"),
+        "score_dense.bias": Weight(_HIDDEN, "num_labels and score_dense"),
+        "score.weight": Weight(("num_labels", "hidden_size"), "num_labels"),
+        "score.bias": Weight(("num_labels",), "num_labels and score_bias"),
     }
 )
 

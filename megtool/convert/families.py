@@ -12,6 +12,7 @@ from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
 from megtool.convert.expression import Expression
 from megtool.convert.hybrid import hybrid_form
+from megtool.convert.label_head import with_label_head
 from megtool.convert.mapping import Row, Table, Tower
 from megtool.convert.nested import Nested, TextConfig
 from megtool.errors import MappingError, UnknownFamilyError
@@ -228,7 +229,7 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
         UnknownFamilyError: nothing says it, or no family is called so.
         MappingError: the family is known, and nests a text model that is not.
     """
-    return _find_family(metadata).of_text(metadata)
+    return with_label_head(_find_family(metadata), metadata).of_text(metadata)
 
 
 def _find_family(metadata: Mapping[str, Any]) -> Family:

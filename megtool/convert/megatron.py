@@ -177,6 +177,10 @@ _DECODER: Table = (
     Row("decoder.final_norm.weight", "norm.weight", when="parallel_layers"),
     Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),
     Row("decoder.final_layernorm.bias", "norm.bias", also=("decoder.final_norm.bias",)),
+    Row("score_dense.weight", "score_dense.weight"),  # Megatron has no head like these
+    Row("score_dense.bias", "score_dense.bias"),
+    Row("score.weight", "score.weight"),
+    Row("score.bias", "score.bias"),
     Row("output_layer.weight", Padded("head.weight"), when="not tied_embeddings"),
     Dropped(
         "output_layer.weight",

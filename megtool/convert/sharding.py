@@ -43,6 +43,8 @@ _PLACES = (
     ("lm_head.", "last"),
     ("binary_head.", "last"),
     ("pooler.", "last"),
+    ("score.", "last"),
+    ("score_dense.", "last"),
     ("mtp.", "mtp"),
 )
 

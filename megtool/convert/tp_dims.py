@@ -83,6 +83,6 @@ REPLICATED = re.compile(
     r"|\b(?:position|tokentype)_embeddings\.weight$"
     r"|\brelative_attention_bias\.weight$"
     r"|\brotary_pos_emb\.inv_freq$"
-    r"|^(?:lm_head\.dense|binary_head|pooler\.dense)\.(?:weight|bias)$"
+    r"|^(?:lm_head\.dense|binary_head|pooler\.dense|score|score_dense)\.(?:weight|bias)$"
 )
 """What every tensor rank has whole; of any other name it is not known whether it is cut."""

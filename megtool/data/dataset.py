@@ -187,7 +187,7 @@ class TokenDataset:
 
     def _order(self, epoch: int) -> Int:
         if self._shuffled is None or self._shuffled[0] != epoch:
-            order = _shuffled(len(self), self._seed or 0, f"rows {epoch}")
+            order = shuffled(len(self), self._seed or 0, f"rows {epoch}")
             self._shuffled = epoch, order
         return self._shuffled[1]
 
@@ -247,6 +247,11 @@ class BlendedDataset:
     def __len__(self) -> int:
         """Samples of one epoch."""
         return sum(len(f) for f in self.feeds)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.feeds[0].length
 
     @property
     def target_length(self) -> int:
@@ -314,10 +319,10 @@ def _with_labels(documents: Documents, cut: SampleIndex) -> SampleIndex:
 def document_order(documents: Documents, seed: int | None) -> Int:
     """The documents in the order in which they become rows."""
     number = len(documents.lengths)
-    return np.arange(number) if seed is None else _shuffled(number, seed, "documents")
+    return np.arange(number) if seed is None else shuffled(number, seed, "documents")
 
 
-def _shuffled(count: int, seed: int, label: str) -> Int:
+def shuffled(count: int, seed: int, label: str) -> Int:
     """A permutation of `count` items, determined by the seed."""
     words = np.frombuffer(hashlib.sha256(f"{seed} {label}".encode()).digest(), np.uint32)
     return np.random.Generator(np.random.PCG64(words.tolist())).permutation(count)

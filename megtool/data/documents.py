@@ -8,8 +8,9 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from megtool.checkpoint.storage.local_copy import local_copy
 from megtool.checkpoint.storage.location import location
@@ -44,10 +45,22 @@ class Document:
     file: str
     number: int
     num_bytes: int = 0
+    extras: Mapping[str, Any] = dataclass_field(default_factory=dict)
+
+
+class _Fields(NamedTuple):
+    """The field that is the document, if it is chosen, and others to take along."""
+
+    chosen: str | None = None
+    extras: tuple[str, ...] = ()
 
 
 def documents(
-    source: str | Path, *, field: str | None = None, split: str | None = None
+    source: str | Path,
+    *,
+    field: str | None = None,
+    split: str | None = None,
+    extras: tuple[str, ...] = (),
 ) -> Iterator[Document]:
     """The documents of a file, a folder or a data set, in order, one in memory at a time.
 
@@ -57,7 +70,7 @@ def documents(
     data set of Hugging Face, `NAME[:CONFIG][:SPLIT]`, which the `datasets` package fetches or
     finds in its cache. `field` names the column; without it a `messages`, a `prompt` with a
     `completion` (both texts, or both messages), or a `text` is taken, in this order. `split` is
-    train unless given.
+    train unless given. Fields called `extras` come along, as they are, where a record has them.
 
     Raises:
         FormatError: bad JSON, bad UTF-8 or a missing field; it names the file and the line.
@@ -65,17 +78,17 @@ def documents(
         MissingPackageError: `pyarrow` or `datasets` is needed.
         UsageError: no such file, and no name of a data set either.
     """
-    path = location(source)
+    path, fields = location(source), _Fields(field, extras)
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            yield from _saved(path, field, split)
+            yield from _saved(path, fields, split)
             return
         for file in _files(path, split):
-            yield from _file(file, field)
+            yield from _file(file, fields)
     elif path.exists():
-        yield from _file(path, field)
+        yield from _file(path, fields)
     else:
-        yield from _hub(str(source), field, split)
+        yield from _hub(str(source), fields, split)
 
 
 def has_fields(path: str | Path) -> bool:
@@ -98,15 +111,14 @@ def source_bytes(source: str | Path, *, split: str | None = None) -> int:
 # ---- one record
 
 
-def _document(
-    record: Any, field: str | None, *, file: str, number: int, num_bytes: int
-) -> Document:
+def _document(record: Any, fields: _Fields, *, file: str, number: int, num_bytes: int) -> Document:
     """The document in a record, from the requested field or the first known one."""
     location = f"line {number}: " if number else ""
     if not isinstance(record, Mapping):
         raise FormatError(
             f"{location}it is a {type(record).__name__}, not an object", file=file, hint=_ONE_A_LINE
         )
+    field = fields.chosen
     chosen = field or next((name for name in _FIELDS if name in record), None)
     if chosen is None or chosen not in record:
         present = ", ".join(sorted(map(str, record))) or "none"
@@ -115,6 +127,7 @@ def _document(
             f"{location}{missing}", file=file, hint=f"--field NAME, one of: {present}"
         )
     place: dict[str, Any] = {"file": file, "number": number, "num_bytes": num_bytes}
+    place["extras"] = {name: record[name] for name in fields.extras if name in record}
     value = record[chosen]
     if chosen == "prompt" and not field:
         answer = record.get("completion")
@@ -165,13 +178,13 @@ def _is_message(value: Any) -> bool:
 # ---- files
 
 
-def _file(path: Path, field: str | None) -> Iterator[Document]:
+def _file(path: Path, fields: _Fields) -> Iterator[Document]:
     name = path.name.lower()
     try:
         if name.endswith(_JSON):
-            yield from _json_lines(path, field)
+            yield from _json_lines(path, fields)
         elif name.endswith(_PARQUET):
-            yield from _parquet(path, field)
+            yield from _parquet(path, fields)
         elif name.endswith(_REFUSED):
             raise FormatError(
                 f"no text that megtool can read: {path.suffix}",
@@ -232,7 +245,7 @@ def _text(data: bytes, path: Path, line: int | None = None) -> str:
         ) from e
 
 
-def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
+def _json_lines(path: Path, fields: _Fields) -> Iterator[Document]:
     with path.open("rb") as raw:
         zipped = path.name.lower().endswith(".gz")
         lines: BinaryIO = gzip.GzipFile(fileobj=raw) if zipped else raw  # type: ignore[assignment]
@@ -262,11 +275,11 @@ def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
                     hint=_ONE_A_LINE,
                 ) from e
             now = raw.tell() if zipped else before + len(line)
-            yield _document(record, field, file=str(path), number=number, num_bytes=now - before)
+            yield _document(record, fields, file=str(path), number=number, num_bytes=now - before)
             before = now
 
 
-def _parquet(path: Path, field: str | None) -> Iterator[Document]:
+def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -278,16 +291,18 @@ def _parquet(path: Path, field: str | None) -> Iterator[Document]:
     try:
         with path.open("rb") as raw, pq.ParquetFile(raw) as file:
             columns = file.schema_arrow.names
-            fields = [field] if field else [n for n in (*_FIELDS, "completion") if n in columns]
+            names = [fields.chosen] if fields.chosen else [*_FIELDS, "completion"]
+            names = [n for n in names if n in columns]
             rows, number, before = file.metadata.num_rows, 0, 0
-            if not set(fields) <= set(columns) or not fields:
-                _document(dict.fromkeys(columns), field, file=str(path), number=0, num_bytes=0)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=fields):
+            if not names:
+                _document(dict.fromkeys(columns), fields, file=str(path), number=0, num_bytes=0)
+            names += [n for n in fields.extras if n in columns and n not in names]
+            for batch in file.iter_batches(batch_size=_ROWS, columns=names):
                 for record in batch.to_pylist():
                     number += 1
                     now = size * number // rows
                     yield _document(
-                        record, field, file=str(path), number=number, num_bytes=now - before
+                        record, fields, file=str(path), number=number, num_bytes=now - before
                     )
                     before = now
     except pa.ArrowException as e:
@@ -301,7 +316,7 @@ _ROWS = 256
 # ---- data sets of Hugging Face
 
 
-def _saved(folder: Path, field: str | None, split: str | None) -> Iterator[Document]:
+def _saved(folder: Path, fields: _Fields, split: str | None) -> Iterator[Document]:
     datasets = _datasets()
     with local_copy(folder) as local:
         try:
@@ -310,7 +325,7 @@ def _saved(folder: Path, field: str | None, split: str | None) -> Iterator[Docum
             raise StorageError(f"cannot read the data set: {e}", file=folder) from e
         if isinstance(dataset, Mapping):
             dataset = dataset[_split(tuple(dataset), split, folder)]
-        yield from _rows(dataset, field, str(folder))
+        yield from _rows(dataset, fields, str(folder))
 
 
 def _split(available: tuple[str, ...], split: str | None, place: str | Path) -> str:
@@ -325,7 +340,7 @@ def _split(available: tuple[str, ...], split: str | None, place: str | Path) -> 
     return str(chosen)
 
 
-def _hub(source: str, field: str | None, split: str | None) -> Iterator[Document]:
+def _hub(source: str, fields: _Fields, split: str | None) -> Iterator[Document]:
     match = _HUB.fullmatch(source)
     if match is None or source.lower().endswith((*_KNOWN, *_REFUSED)) or source.startswith("."):
         raise UsageError(
@@ -347,13 +362,13 @@ def _hub(source: str, field: str | None, split: str | None) -> Iterator[Document
             if offline
             else "no such file either; a data set is named NAME[:CONFIG][:SPLIT]",
         ) from e
-    yield from _rows(dataset, field, source)
+    yield from _rows(dataset, fields, source)
 
 
-def _rows(dataset: Any, field: str | None, name: str) -> Iterator[Document]:
+def _rows(dataset: Any, fields: _Fields, name: str) -> Iterator[Document]:
     try:
         for number, record in enumerate(dataset, 1):
-            yield _document(record, field, file=name, number=number, num_bytes=0)
+            yield _document(record, fields, file=name, number=number, num_bytes=0)
     except OSError as e:
         raise StorageError(f"cannot read the data set: {e}", file=name) from e
 

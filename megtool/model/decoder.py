@@ -11,19 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.config import ParallelConfig
-from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.config import LabelKind, ParallelConfig
+from megtool.errors import LayoutError, UsageError
 from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, check_ids, check_positions
 from megtool.model.cache import KeySpan, KVCache
 from megtool.model.context_attention import check_cache, check_exchange
+from megtool.model.decoder_checks import check_compressed_pass, check_kind, check_whole
 from megtool.model.dropout import Draws, Dropout
 from megtool.model.ends import Embedding, MaskedHead, VocabBias
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
 from megtool.model.hyper_connections import HyperHead
 from megtool.model.indexer import check_sources
+from megtool.model.label_scores import label_loss, label_scores, make_score_layers
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, vocab_logits
 from megtool.model.masks import masks_of
@@ -102,52 +104,6 @@ def check_direction(
         )
 
 
-def check_kind(config: ModelConfig, *, is_alone: bool = True) -> None:
-    """Refuse options that no decoder has that is alone, or no decoder at all.
-
-    Raises:
-        MappingError: relative positions, or learned positions with multi-token prediction.
-    """
-    if config.position_embedding == "relative" and is_alone:
-        raise MappingError(
-            "position_embedding is 'relative', which models of an encoder and a decoder have",
-            hint="megtool.model.pipeline.build_stages builds the class of a configuration",
-        )
-    if config.num_mtp_layers and config.position_embedding == "learned":
-        raise MappingError(
-            "the model has learned positions and layers of multi-token prediction",
-            hint="Megatron has these layers with rotary or without positions; leave them out: "
-            "megtool reshard SRC DST --exclude GLOB",
-        )
-
-
-def check_whole(config: ModelConfig, stage: Stage | None) -> None:
-    """Refuse a part of a model whose layers get vectors from an embedding of their own.
-
-    Raises:
-        LayoutError: the stage does not have all layers.
-    """
-    if config.layer_input_size and stage is not None and len(stage.layers) < config.num_layers:
-        raise LayoutError(
-            "layers get vectors from an embedding on the first stage, which are not sent to others",
-            hint="--pp 1: --tp splits such a model",
-        )
-
-
-def check_compressed_pass(config: ModelConfig, batch: Batch, *, has_cache: bool) -> None:
-    """Refuse passes that compressed keys are not computed for.
-
-    Raises:
-        UsageError: a cache, and places of tokens that are not counted.
-    """
-    if config.is_compressed and has_cache and batch.positions_BS is not None:
-        raise UsageError(
-            "keys in a cache are compressed by counting tokens (DeepSeek-V4), and the batch says "
-            "their places",
-            hint="leave out positions_BS, and mark padding in valid_BS",
-        )
-
-
 class Block(HyperHead):
     """The layers, under their numbers in the entire model, and the norm after the last one.
 
@@ -203,7 +159,7 @@ class Decoder(nn.Module):
         check_kind(config, is_alone=self.layer_class is TransformerLayer)
         check_sources(config, range(config.num_layers) if stage is None else stage.layers)
         check_kv_sources(config, range(config.num_layers) if stage is None else stage.layers)
-        check_whole(config, stage)
+        check_whole(config, range(config.num_layers) if stage is None else stage.layers)
         groups = ProcessGroups.alone() if groups is None else groups
         check_exchange(config, groups.parallel)
         stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
@@ -267,8 +223,11 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=device,
             )
+        self.label_kind: LabelKind = "classes"
+        self.score, self.score_dense = make_score_layers(self, device)
         self.output_layer: ColumnLinear | VocabBias | None = None
-        if stage.head and not config.tied_embeddings:
+        has_output = stage.head and not config.num_labels
+        if has_output and not config.tied_embeddings:
             self.output_layer = ColumnLinear(
                 config.hidden_size,
                 self.padded_vocab,
@@ -277,13 +236,14 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=device,
             )
-        elif stage.head and config.head_bias:
+        elif has_output and config.head_bias:
             self.output_layer = VocabBias(self.padded_vocab, groups.tp, dtype=dtype, device=device)
 
     def forward(
         self, batch: Batch, cache: KVCache | None = None, *, last_only: bool = False
     ) -> Tensor:
-        """Logits of every next token: [B, S, vocab_size], on every tp and cp rank.
+        """Logits of every next token: [B, S, vocab_size], on every tp and cp rank. In a model with
+        labels, their scores.
 
         With `last_only` of the last valid token of each row alone: [B, 1, vocab_size], without
         gradients.
@@ -296,6 +256,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The output of `forward`, from the states of `hidden` (of whole rows with a cache)."""
         (rows, tokens), cp = batch.shape, ALONE if is_whole else self.groups.cp
+        if self.config.num_labels:
+            return label_scores(self, x_TH, rows)
         if last_only:
             x_TH = self._gathered(x_TH).detach()
             x_BSH = whole_tokens(x_TH.view(rows, tokens // cp.size, -1), cp)
@@ -332,7 +294,9 @@ class Decoder(nn.Module):
         return x_TH if streams_TH is None else streams_TH
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of `loss`, from the states of `hidden`."""
+        """The output of `loss` (or `label_loss`), from the states of `hidden`."""
+        if self.config.num_labels:
+            return label_loss(self, x_TH, labels_BS)
         config, tp = self.config, self.groups.tp
         x_TH, weight_VH = self.head_factors(x_TH)
         labels_T = own_tokens(labels_BS, self.groups.cp).flatten()

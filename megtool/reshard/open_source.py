@@ -24,6 +24,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families import detect_family, family
 from megtool.convert.gguf import config_from_gguf, factors_read
+from megtool.convert.label_head import with_label_head
 from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.megatron_args import config_from_args
 from megtool.convert.parallel_args import parallel_from_args
@@ -174,24 +175,29 @@ def open_decoder(
     *,
     encoders: bool = False,
     two_stacks: bool = False,
+    labels: bool = False,
 ) -> CheckpointSource:
     """Open the weights of a decoder that can run, from headers and small files alone.
 
-    Models whose tokens attend both ways are taken where `encoders` is true, and those of an encoder
-    and a decoder where `two_stacks` is.
+    Models whose tokens attend both ways are taken where `encoders` is true, those of an encoder and
+    a decoder where `two_stacks` is, and those that score labels where `labels` is.
 
     Raises:
         MegtoolError: it cannot be opened, its model is not known, or is no decoder.
     """
     source = open_source(path, options, optimizer=False)
-    return require_decoder(source, encoders=encoders, two_stacks=two_stacks)
+    return require_decoder(source, encoders=encoders, two_stacks=two_stacks, labels=labels)
 
 
 def require_decoder(
-    source: CheckpointSource, *, encoders: bool = False, two_stacks: bool = False
+    source: CheckpointSource,
+    *,
+    encoders: bool = False,
+    two_stacks: bool = False,
+    labels: bool = False,
 ) -> CheckpointSource:
     """The source itself, if it holds a decoder of a known configuration (or, with `encoders`, an
-    encoder, and with `two_stacks` an encoder and a decoder).
+    encoder, with `two_stacks` an encoder and a decoder, and with `labels` one that scores these).
 
     Raises:
         MappingError: the model is not known, or is no decoder.
@@ -203,6 +209,13 @@ def require_decoder(
             f"it is no decoder of a known family{why}",
             file=source.path,
             hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
+        )
+    if config.num_labels and not labels:
+        count = "one label" if config.num_labels == 1 else f"{config.num_labels} labels"
+        raise MappingError(
+            f"it scores {count}, and predicts no tokens",
+            file=source.path,
+            hint="`megtool evaluate` scores texts with labels, and `finetune` trains on them",
         )
     if config.bidirectional and not encoders:
         what = "an encoder, which generates no text"
@@ -358,7 +371,7 @@ def _describe_model(
     named = family(family_name) if family_name else None
     hf_config = read_config(like) if like is not None else _read_own_config(catalogue)
     if hf_config is not None:
-        chosen = named or detect_family(hf_config)
+        chosen = with_label_head(named, hf_config) if named else detect_family(hf_config)
         config = chosen.read_config(hf_config)
         _check_vocabulary(catalogue, config)
         return ModelIdentity(family=chosen, config=config, hf_config=hf_config)

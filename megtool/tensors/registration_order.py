@@ -156,6 +156,10 @@ _SECTIONS = (
     "binary_head.bias",
     "pooler.dense.weight",
     "pooler.dense.bias",
+    "score.weight",
+    "score.bias",
+    "score_dense.weight",
+    "score_dense.bias",
 )
 _LAYER = re.compile(
     r"(decoder|encoder|mtp)\.layers\.(\d+)\."

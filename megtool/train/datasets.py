@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megtool.config import LabelKind
 from megtool.console import Progress, silent
+from megtool.convert.label_head import label_names
 from megtool.data.dataset import BlendedDataset, TokenDataset
 from megtool.data.fill_in_middle import FillInMiddle, FimTokens
+from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
 from megtool.data.masking import Masking
 from megtool.data.open_dataset import RowOptions, open_dataset
 from megtool.data.source_target import SourceTarget
@@ -32,12 +35,14 @@ _LOG = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainDatasets:
     """The data of a run. `identity` identifies their content, whatever the paths; `counts` are the
-    numbers of documents and rows, and of documents that were split, truncated or skipped."""
+    numbers of documents and rows, and of documents that were split, truncated or skipped;
+    `label_kind` says what labels of whole texts are."""
 
-    train: TokenDataset | BlendedDataset
-    evaluation: TokenDataset | BlendedDataset | None = None
+    train: TokenDataset | BlendedDataset | LabeledDataset
+    evaluation: TokenDataset | BlendedDataset | LabeledDataset | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, Any] = field(default_factory=dict)
+    label_kind: LabelKind = "classes"
 
 
 def open_datasets(
@@ -59,6 +64,8 @@ def open_datasets(
         StorageError: the cache cannot be written.
     """
     config = source.config
+    if config.num_labels:
+        return _open_labeled(settings, source)
     seq_length = row_length(settings, config)
     open_texts = partial(
         open_dataset,
@@ -143,6 +150,60 @@ def _find_fill_in(
         fragment_rate=settings.fim_fragment_rate,
         no_prefix=settings.fim_no_prefix,
         seed=settings.seed,
+    )
+
+
+def _open_labeled(settings: TrainConfig, source: CheckpointSource) -> TrainDatasets:
+    """The data of a model that scores labels: a text, or a pair of answers, in each row.
+
+    Raises:
+        FormatError: a record has no label of the model's.
+        UsageError: an option has no effect on such data.
+    """
+    for name, is_given in (("--blend", settings.blend_shares), ("--fim-rate", settings.fim_rate)):
+        if is_given:
+            raise UsageError(
+                f"{name} is for models of tokens, and this one scores labels", hint="leave it out"
+            )
+    config, length = source.config, row_length(settings, source.config)
+    tokenizer = source.tokenizer(settings.tokenizer)
+    label_settings = LabelSettings(
+        names=label_names(config),
+        both_ways=config.bidirectional,
+        field=settings.field,
+        split=settings.split,
+    )
+    layout = settings.layout
+    options: dict[str, Any] = {
+        "both_ways": config.bidirectional,
+        "pad_id": tokenizer.pad_id or 0,
+        "overflow": settings.overflow,
+        "multiple": 2 * layout.cp * layout.tp,
+    }
+    labeled = read_labeled_texts(settings.data, tokenizer, label_settings)
+    train = LabeledDataset(labeled, length, seed=settings.seed, **options)
+    evaluation: LabeledDataset | None = None
+    if settings.eval_split:
+        train, evaluation = train.divided(settings.eval_split)
+    elif settings.eval_data is not None:
+        other = read_labeled_texts([settings.eval_data], tokenizer, label_settings)
+        evaluation = LabeledDataset(other, length, seed=None, **options)
+        if other.kind != labeled.kind:
+            raise UsageError(
+                f"the data has {labeled.kind}, and the validation data {other.kind}",
+                hint="both have labels of one kind",
+            )
+    return TrainDatasets(
+        train=train,
+        evaluation=evaluation,
+        identity={
+            "seq_length": length,
+            "seed": settings.seed,
+            "eval_split": settings.eval_split,
+            "digest": train.fingerprint,
+        },
+        counts=asdict(train.counts),
+        label_kind=labeled.kind,
     )
 
 

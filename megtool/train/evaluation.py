@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megtool.data.packing import IGNORED
+from megtool.inference.collate import RowDataset, collate_rows, pad_rows
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import stream_hidden
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.collate import RowDataset, collate_rows, pad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

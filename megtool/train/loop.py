@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from megtool.console import Progress, silent
 from megtool.errors import TrainingError
+from megtool.inference.collate import RowDataset, collate_rows
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.flops import training_flops
@@ -30,7 +31,6 @@ from megtool.optim.scaler import DynamicGradScaler
 from megtool.optim.schedules import LRSchedule
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import has_iteration, prune_checkpoints
-from megtool.train.collate import RowDataset, collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum

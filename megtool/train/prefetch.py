@@ -6,7 +6,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megtool.data.packing import PackedRows
-from megtool.train.collate import RowDataset
+from megtool.inference.collate import RowDataset
 
 
 class RowPrefetcher:

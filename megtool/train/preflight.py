@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from megtool.config import ParallelConfig
@@ -42,6 +43,8 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     check_trainable(config)
     if config.num_decoder_layers:
         _check_two_stacks(settings)
+    if config.num_labels:
+        _refuse(settings, _NOT_FOR_LABELS, "is for models of tokens, and this one scores labels")
     check_graphs(settings, config)
     if settings.kernels == "te":
         transformer_engine.require((settings.device or usual_device()).partition(":")[0])
@@ -64,18 +67,22 @@ def _check_two_stacks(settings: TrainConfig) -> None:
             f"cp is {settings.layout.cp}, and context parallelism is not for an encoder",
             hint="--tp splits it; context parallelism is for decoders",
         )
-    is_given = {
-        "lora_rank": settings.lora_rank is not None,
-        "qat": settings.qat is not None,
-        "teacher": settings.teacher is not None,
-        "fp8_recipe": settings.fp8_recipe is not None,
-        "cuda_graph_impl": settings.cuda_graph_impl != "none",
-    }
-    if option := next((name for name, given in is_given.items() if given), None):
-        raise UsageError(
-            f"{flag(option)} is for decoders, and the model has an encoder as well",
-            hint=f"leave out {flag(option)}",
-        )
+    options = ("lora_rank", "qat", "teacher", "fp8_recipe", "cuda_graph_impl")
+    _refuse(settings, options, "is for decoders, and the model has an encoder as well")
+
+
+_NOT_FOR_LABELS = ("lora_rank", "teacher", "cuda_graph_impl")
+
+
+def _refuse(settings: TrainConfig, options: Sequence[str], why: str) -> None:
+    """Refuse those of some options that are given.
+
+    Raises:
+        UsageError: one is.
+    """
+    for option in options:
+        if getattr(settings, option) not in (None, "none"):
+            raise UsageError(f"{flag(option)} {why}", hint=f"leave out {flag(option)}")
 
 
 def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:

@@ -52,7 +52,6 @@ from megtool.train.run_plan import (
     make_optimizer,
     plan_run,
     resolve_dtype,
-    row_length,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class TrainRun:
         )
         plan = plan_run(
             settings,
-            seq_length=row_length(settings, self.source.config),
+            seq_length=datasets.train.length,
             num_samples=len(datasets.train),
             target_length=datasets.train.target_length,
             layout=groups.parallel,
@@ -124,6 +123,8 @@ class TrainRun:
         # A frozen model is read from SRC, though a checkpoint holds it with adapters merged.
         weights = self.source if resumed is None or is_model_frozen(settings) else resumed
         stages = self._load(weights)
+        for stage in stages:
+            stage.label_kind = datasets.label_kind
         inputs = FeatureInputs(
             source=self.source, num_microbatches=plan.num_microbatches, progress=self.progress
         )

@@ -12,6 +12,7 @@ import torch
 
 from megtool.data.packing import PackedRows
 from megtool.errors import GraphRuleError, UsageError
+from megtool.inference.collate import collate_rows
 from megtool.model.dropout import Dropout
 from megtool.model.pipeline import PipelineSchedule
 from megtool.model.recompute import recompute
@@ -19,7 +20,6 @@ from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_decoder
 from megtool.train.build_model import load_for_training
-from megtool.train.collate import collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import GraphedSchedule, check_graphs
 from megtool.train.features.protocol import FeatureInputs

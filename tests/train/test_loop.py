@@ -15,7 +15,7 @@ import torch
 from megtool.config import ParallelConfig
 from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
-from megtool.train.collate import collate_rows
+from megtool.inference.collate import collate_rows
 from megtool.train.config import TrainConfig
 from megtool.train.evaluation import evaluate
 from megtool.train.features.registry import TrainingFeatures

@@ -11,7 +11,7 @@ import torch
 
 from megtool.convert.families import families, family_names
 from megtool.errors import UsageError
-from megtool.train.collate import collate_rows
+from megtool.inference.collate import collate_rows
 from tests.support.errors import raises
 from tests.support.models import dense_decoders as dense
 from tests.support.models.dense_cases import (

@@ -161,6 +161,14 @@ class EvaluateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOpt
         minimum=2,
         needs=(_NEEDS_DATA,),
     )
+    predictions: Path | None = option(
+        TEXT,
+        "Of a model that scores labels: write the best label and the scores of each text here, as "
+        "JSON lines; texts need no label then.",
+        metavar="FILE",
+        needs=(_NEEDS_DATA,),
+        is_written=True,
+    )
     tasks: str | None = option(
         TEXT, "Tasks of lm-eval, such as arc_easy,hellaswag.", metavar="LIST"
     )

@@ -438,6 +438,12 @@ def find_architecture(model: Family, config: ModelConfig) -> Architecture:
     Raises:
         MappingError: it has no name for it here, or would compute something else.
     """
+    if config.num_labels:
+        raise MappingError(
+            "the model scores labels, and is not exported to GGUF",
+            hint="--to hf writes a folder, which vLLM and transformers load",
+            error_id="unsupported-by-engine",
+        )
     text = find_text_family(model, config)
     name = model.name if model.name in _CHOICES else text.name
     if name not in _CHOICES and (config.bidirectional or config.num_decoder_layers):

@@ -55,7 +55,8 @@ _BY_LAST = {
     ),
     # What layers read beside the residual: small, and of a size of its own.
     **dict.fromkeys(("layer_proj", "input_gate", "input_proj"), "router"),
-    "head": "lm_head",
+    # What scores labels stands in the output layer's place, which engines have in 16 bits.
+    **dict.fromkeys(("head", "score", "score_dense"), "lm_head"),
 }
 _EMBEDDINGS = ("embed", "positions", "token_types", "layer_embed")
 _HYPER = ("attn_hyper", "mlp_hyper", "hyper_head")

@@ -168,7 +168,7 @@ def warn_stale_tracker(folder: Path, checkpoint: Path) -> None:
 
 def _require_model(source: CheckpointSource) -> CheckpointSource:
     """The source itself, of a model of any kind that is trained."""
-    return require_decoder(source, encoders=True, two_stacks=True)
+    return require_decoder(source, encoders=True, two_stacks=True, labels=True)
 
 
 def check_loaded(source: CheckpointSource, loaded: CheckpointSource, train_iters: int) -> None:
