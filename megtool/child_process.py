@@ -87,6 +87,8 @@ class ChildProcess:
         paths = [p for p in sys.path if os.path.isabs(p)]
         with contextlib.suppress(OSError):  # the working directory may be deleted
             paths = [os.path.abspath(p) for p in sys.path]
+        # An editable install is found by a hook of the parent, and not on its path.
+        paths.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         command = [sys.executable, "-I", "-S", "-c", _START, json.dumps(paths), self._module]
         try:
             child = subprocess.Popen(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from megtool.errors import UsageError
 from megtool.inference.batching import GenerateRequest, TextOptions
 
 if TYPE_CHECKING:
@@ -22,6 +24,20 @@ Conversation = str | tuple[Message, ...]
 def encode_prompt(prompt: Conversation | Sequence[Message], tokenizer: Tokenizer) -> list[int]:
     """The tokens of a text, or of messages in the model's chat template."""
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(list(prompt))
+
+
+def check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuse what is no number before it is compared with one.
+
+    Raises:
+        UsageError: one is of another type.
+    """
+    for name, value in given.items():
+        is_whole = name not in ("temperature", "top_p")
+        kind: type[Integral] | type[Real] = Integral if is_whole else Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            hint = "a whole number" if is_whole else "a number"
+            raise UsageError(f"{name} is {value!r}", hint=hint)
 
 
 def make_request(

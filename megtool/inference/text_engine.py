@@ -30,7 +30,13 @@ from megtool.inference.generate import (
     Meter,
     make_block_slots,
 )
-from megtool.inference.prompts import NEW_TOKENS, Message, encode_prompt, make_request
+from megtool.inference.prompts import (
+    NEW_TOKENS,
+    Message,
+    check_numbers,
+    encode_prompt,
+    make_request,
+)
 from megtool.inference.runtime import LESS_MEMORY, load_forward, memory_errors, on_ranks
 from megtool.inference.sampling import Sampling
 from megtool.inference.slots import BLOCK_SIZE
@@ -190,8 +196,10 @@ class Engine:
         progress: Progress = silent,
     ) -> None:
         sizes = {"max_sequences": max_sequences, "prefill_tokens": prefill_tokens}
-        for name, size in (sizes | {"cache_tokens": cache_tokens}).items():
-            if size is not None and size < 1:
+        sizes |= {} if cache_tokens is None else {"cache_tokens": cache_tokens}
+        check_numbers(sizes)
+        for name, size in sizes.items():
+            if size < 1:
                 raise UsageError(f"{name} is {size}", hint="1 or more")
         if speculative not in ("none", "mtp"):
             raise UsageError(f"speculative is {speculative!r}", hint="none or mtp")
@@ -311,10 +319,17 @@ class Engine:
                 the cache, or text without a tokenizer; or the engine is closed.
             FormatError: the tokenizer has no chat template.
         """
+        numbers = {"max_new_tokens": max_new_tokens, "top_p": top_p, "top_k": top_k}
+        numbers |= {"seed": seed, "logprobs": logprobs}
+        check_numbers({name: value for name, value in numbers.items() if value is not None})
+        check_numbers({"temperature": temperature, "priority": priority})
+        stops = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stops, Sequence) or not all(isinstance(s, str) for s in stops):
+            raise UsageError(f"stop is {stop!r}", hint="a text, or a list of texts")
         text = TextOptions(
             sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed or 0),
             eos_ids=frozenset(() if ignore_eos else self._eos_ids),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=tuple(stops),
             num_log_probs=logprobs,
             prompt_log_probs=prompt_logprobs,
         )
@@ -353,7 +368,7 @@ class Engine:
         return () if self._tokenizer is None else self._tokenizer.eos_ids
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise UsageError(f"the prompt is {prompt!r}", hint="a text, tokens, or messages")
         if not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
             return [int(t) for t in prompt if isinstance(t, int)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_texts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     expected = peer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, own=5)
     assert Tokenizer.from_folder(folder).chat_text(CHAT, own=5) == expected
     assert expected
+
+
+def test_a_hook_that_finds_this_package_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(chat_template.__file__).parents[2]
+    places = [p for p in sys.path if Path(p or ".").resolve() != root]
+    if root.name == "site-packages":
+        pytest.skip("the package is installed beside those that it needs")
+    monkeypatch.setattr(sys, "path", places)
+    assert TemplateRenderer("{{ 6 * 7 }}").render(CHAT, {}) == "42"
 
 
 def test_the_date_is_today() -> None:

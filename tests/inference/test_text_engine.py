@@ -208,6 +208,12 @@ def test_threads_and_coroutines_take_turns(folder: Path, expected: list[list[int
         ({"prompt": [1, 262]}, "token 262"),
         ({"prompt": [1, "a"]}, "a list of int, str"),
         ({"prompt": None}, "the prompt is None"),
+        ({"prompt": b"ab"}, "the prompt is b'ab'"),
+        ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
+        ({"seed": 0.5}, "seed is 0.5"),
+        ({"temperature": None}, "temperature is None"),
+        ({"priority": True}, "priority is True"),
+        ({"stop": [5]}, "stop is [5]"),
     ],
 )
 def test_bad_requests_are_refused_and_others_go_on(
