@@ -20,6 +20,7 @@ from megtool.commands.options.models import EvaluateOptions
 from megtool.console import Progress, silent
 from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
+from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.evaluation_texts import (
     mask_documents,
     pair_documents,
@@ -35,7 +36,9 @@ from megtool.reshard.source import CheckpointSource
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.compare import Comparison
+    from megtool.inference.forward import Forward
     from megtool.inference.windows import TokenDocument
+    from megtool.parallel.process_groups import ProcessGroups
 
 _MAX_WINDOW = 2048
 _BATCH_TOKENS = 4096
@@ -81,6 +84,7 @@ def evaluate(
     reference = (
         None if options.against is None else _open_reference(options.against, options, source)
     )
+    check_dequantize(options.dequantize, source, reference)
     sizes = _Sizes.of(options, source.config)
     texts: list[TokenDocument] = []
     if data is not None:
@@ -165,6 +169,13 @@ class _Evaluation:
     options: EvaluateOptions
     sizes: _Sizes
 
+    def _load(
+        self, source: CheckpointSource, groups: ProcessGroups, progress: Progress
+    ) -> tuple[Forward, str]:
+        """A model that computes as the engine that loads it does, and what is rounded."""
+        forward = load_forward(source, self.options, groups, progress)
+        return forward, "" if self.options.dequantize else run_as_engine(forward, source)
+
     def run(self, progress: Progress) -> EvaluateReport:
         """Load the models, score them, and report."""
         from megtool.inference.compare import compare
@@ -176,10 +187,10 @@ class _Evaluation:
         total = check_documents(texts, source.config.vocab_size) if has_data else 0
         start = time.monotonic()
         with on_ranks(options, less=_LESS_MEMORY) as groups:
-            forward = load_forward(source, options, groups, progress)
+            forward, quantization = self._load(source, groups, progress)
             reference = None
             if self.reference is not None:
-                reference = load_forward(self.reference, options, groups, progress)
+                reference, _ = self._load(self.reference, groups, progress)
             loaded = time.monotonic()
             score, comparison = Score(), None
             shared: dict[str, Any] = {
@@ -221,6 +232,7 @@ class _Evaluation:
                 data=options.data,
                 device=str(groups.device),
                 dtype=str(forward.decoder.dtype).removeprefix("torch."),
+                quantization=quantization,
                 documents=len(texts),
                 tokens=score.num_tokens,
                 loss=score.loss if score.num_tokens else 0.0,

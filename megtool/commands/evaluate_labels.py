@@ -17,6 +17,7 @@ from megtool.convert.label_head import label_names
 from megtool.convert.sharding import check_layout
 from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
 from megtool.errors import StorageError, UsageError
+from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
 from megtool.reshard.source import CheckpointSource
 
@@ -55,6 +56,7 @@ def evaluate_labels(
         raise UsageError(
             "--predictions is a place in a store", file=options.predictions, hint="a local file"
         )
+    check_dequantize(options.dequantize, source)
     config = source.config
     names = label_names(config)
     tokenizer = source.tokenizer(options.tokenizer)
@@ -82,6 +84,8 @@ def evaluate_labels(
     start = time.monotonic()
     with on_ranks(options, less=_LESS_MEMORY) as groups:
         forward = load_forward(source, options, groups, progress)
+        if not options.dequantize:
+            run_as_engine(forward, source)
         loaded = time.monotonic()
         progress("evaluate", 0, len(texts))
         scores = score_texts(

@@ -55,6 +55,7 @@ class EvaluateReport(Report):
     `tokens` are the predictions that count, `loss` their mean negative log-probability in nats,
     `perplexity` its exponential, `accuracy` the share of them that the model held likeliest. A
     window of `window` tokens begins every `stride` tokens. `tasks` holds what lm-eval measured.
+    `quantization` is what is rounded as an engine does; empty if that is nothing.
     """
 
     path: str
@@ -63,6 +64,7 @@ class EvaluateReport(Report):
     data: str | None
     device: str
     dtype: str
+    quantization: str = ""
     documents: int = 0
     tokens: int = 0
     loss: float = 0.0
@@ -90,6 +92,8 @@ class EvaluateReport(Report):
 
     def rows(self) -> Iterator[Row]:
         """The score on the text."""
+        if self.quantization:
+            yield "quantized", self.quantization
         if self.data:
             yield "tokens", f"{self.tokens:,} of {several(self.documents, 'text')}"
             yield "windows", f"of {self.window:,} tokens, every {self.stride:,}"

@@ -163,6 +163,7 @@ def _plan(
     )
     from megtool.train.checkpointing.run_identity import RunIdentity
     from megtool.train.datasets import open_datasets
+    from megtool.train.features.fp8 import describe_precisions, mark_fp8_weights
     from megtool.train.features.registry import add_feature_parameters, estimate_feature_memory
     from megtool.train.memory_estimate import estimate_rank_memory
     from megtool.train.preflight import check_plan
@@ -196,6 +197,7 @@ def _plan(
     def prepare(stages: Sequence[Decoder]) -> None:
         freeze(stages, settings.freeze)
         add_feature_parameters(settings, stages)
+        mark_fp8_weights(settings, source, stages)
 
     memory = estimate_rank_memory(source, settings, layout, dtype, prepare)
     feature_bytes = estimate_feature_memory(settings, source, layout, dtype, device)
@@ -223,6 +225,7 @@ def _plan(
         num_microbatches=plan.num_microbatches,
         tokens_per_step=plan.tokens,
         train_iters=plan.train_iters,
+        precisions=describe_precisions(settings, source),
         **cast(dict[str, Any], feature_bytes),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megtool.console import format_bytes, several
-from megtool.reports import Report, Row
+from megtool.reports import Report, Row, Section, Table
 from megtool.train.run_log import format_duration
 
 _REASONS = {
@@ -27,7 +27,8 @@ class FinetunePlan(Report):
     """The plan of a run. Bytes are those of the rank with most parameters.
 
     `adapter_bytes` are a part of `weight_bytes`; `fake_quant_bytes` are those of the copies of
-    weights that quantization-aware training rounds.
+    weights that quantization-aware training rounds. `precisions` maps modules and their layers to
+    the precision that a recipe gives them; empty without a recipe.
     """
 
     source: str
@@ -55,6 +56,7 @@ class FinetunePlan(Report):
     teacher_bytes: int = 0
     fake_quant_bytes: int = 0
     adapter_bytes: int = 0
+    precisions: Mapping[str, str] = field(default_factory=dict)
 
     def title(self) -> str:
         """From where to where."""
@@ -91,6 +93,11 @@ class FinetunePlan(Report):
             f"{self.num_microbatches:,} micro batches of {self.micro_batch_size:,} on a rank",
         )
         yield "steps", f"{self.train_iters:,}"
+
+    def sections(self) -> Iterator[Section]:
+        """The precision of modules."""
+        if self.precisions:
+            yield Section(title="precision", table=Table(rows=[*self.precisions.items()], left=2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

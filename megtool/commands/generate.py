@@ -15,6 +15,7 @@ from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.sharding import check_layout
 from megtool.errors import FormatError, StorageError, UsageError
+from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
 from megtool.options.effects import check_effects
 from megtool.reshard.open_source import open_decoder
@@ -56,7 +57,8 @@ def generate(
 
     `on_text` is called with each piece of a single text as it comes, `on_answer` with each answer
     in order. Under `torchrun` every process calls this, in the layout `tp`, `pp`, `ep`; only rank 0
-    calls back.
+    calls back. Of a quantized folder inputs and KV cache are rounded as an engine that loads it
+    does, unless `dequantize`.
 
     Raises:
         UsageError: an option has no effect, or no such value.
@@ -78,6 +80,7 @@ def generate(
     conversations = _read_conversations(options)
     source = open_decoder(options.source, options, two_stacks=True)
     tokenizer = source.tokenizer(options.tokenizer)
+    check_dequantize(options.dequantize, source)
     if options.speculative == "mtp":
         check_speculative(source.config, stream_layers=options.stream_layers)
     Stops(options.stop)  # refuses empty stop strings
@@ -150,6 +153,8 @@ def _run(
     start = time.monotonic()
     with on_ranks(options, less=_LESS_MEMORY) as groups:
         forward = load_forward(source, options, groups, progress, keeps_mtp=decoding.speculative)
+        if not options.dequantize:
+            run_as_engine(forward, source)
         loaded = time.monotonic()
         is_first = groups.rank == 0
         meter = Meter()

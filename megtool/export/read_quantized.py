@@ -60,7 +60,7 @@ def read_quantized_modules(path: Path) -> QuantizedModules:
         _check_zero_points(catalogue)
     else:
         form, modules, kv_algo = "fp8", [read_fp8_blocks.read_module(f) for f in weights], None
-    caches = _find_kv_cache_scales(catalogue)
+    caches = find_kv_cache_scales(catalogue)
     if caches and kv_algo is None:
         kv_algo = "FP8"
         notes.append("scales of a KV cache are there, and nothing says of what: taken for FP8's")
@@ -100,8 +100,8 @@ def read_passthrough(path: Path) -> QuantizedModules:
     if weights:
         schemes = read_compressed.read_groups(config, catalogue)
         for f in weights:
-            read_compressed.find_group_of(f, schemes, _ignored(config))
-    caches = _find_kv_cache_scales(catalogue)
+            read_compressed.find_group_of(f, schemes, listed_ignored(config))
+    caches = find_kv_cache_scales(catalogue)
     scheme = config.get("kv_cache_scheme")
     kv_algo = None
     if isinstance(scheme, dict):
@@ -144,7 +144,7 @@ def _read_compressed(
     if weights:
         schemes = read_compressed.read_groups(config, weights[0].finder.catalogue)
         for f in weights:
-            scheme = read_compressed.find_group_of(f, schemes, _ignored(config))
+            scheme = read_compressed.find_group_of(f, schemes, listed_ignored(config))
             module, note = read_compressed.read_module(f, scheme)
             modules.append(module)
             counts[note] += bool(note)
@@ -152,7 +152,8 @@ def _read_compressed(
     return modules
 
 
-def _ignored(config: Mapping[str, Any]) -> list[str]:
+def listed_ignored(config: Mapping[str, Any]) -> list[str]:
+    """The modules that a `quantization_config` leaves out, by names and expressions."""
     ignored = config.get("ignore")
     return [str(i) for i in ignored] if isinstance(ignored, list) else []
 
@@ -175,7 +176,7 @@ def _check_zero_points(catalogue: Catalogue) -> None:
             )
 
 
-def _find_kv_cache_scales(catalogue: Catalogue) -> dict[str, tuple[str, str]]:
+def find_kv_cache_scales(catalogue: Catalogue) -> dict[str, tuple[str, str]]:
     """Scales of keys and values by the name of their attention."""
     scales: dict[str, dict[str, str]] = {}
     for t in catalogue.tensors:

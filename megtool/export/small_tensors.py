@@ -8,42 +8,18 @@ from contextlib import closing
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.stored_numbers import StoredNumbers
 from megtool.dtypes import DType
-from megtool.errors import FormatError
 from megtool.export.quantized_module import QuantizedModule
 from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.small_floats import single
 from megtool.reshard.constant_feed import round_to_dtype
 
-MAX_SMALL_ELEMENTS = 1 << 20
-"""A tensor of more is not small; it is read by a feed."""
-
 Floats = NDArray[np.float32]
 
 
-class SmallTensorReader:
-    """Reads small tensors of a catalogue as numbers. Use in `with`."""
-
-    def __init__(self, catalogue: Catalogue, files: Files | None = None) -> None:
-        self._reader = CheckpointReader(catalogue, files or Files())
-
-    def read(self, name: str) -> Floats:
-        """A stored tensor as float32, in its shape.
-
-        Raises:
-            FormatError: it is too large to be read while planning.
-        """
-        tensor = self._reader.catalogue[name]
-        if tensor.numel > MAX_SMALL_ELEMENTS:
-            raise FormatError(f"{tensor.numel} elements are no small tensor", tensor=name)
-        out = np.zeros(tensor.numel, np.float32)
-        with closing(self._reader.open_stored(name).tiles()) as tiles:
-            for first, tile in tiles:
-                out[first : first + tile.size] = single(tile, tensor.dtype.name)
-        return out.reshape(tensor.shape)
+class SmallTensorReader(StoredNumbers):
+    """Reads the scales of quantized modules as numbers. Use in `with`."""
 
     def read_tiles(self, name: str) -> Iterator[Floats]:
         """The elements of any stored tensor as numbers, some at a time; bytes of uint8 are powers
@@ -72,15 +48,8 @@ class SmallTensorReader:
         value = self.read(module.input_scale).reshape(())
         return reciprocal(value) if module.input_divides else value
 
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
-
     def __enter__(self) -> SmallTensorReader:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _SWAPPED = {SCALE: (), SCALE_2: (DIVISOR,), DIVISOR: (SCALE_2,)}

@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, scale: float
+    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor, scale: float
 ) -> Tensor:
     """See `dropout_add.bias_dropout_add`."""
     values = (x, bias, residual, p, seed, scale)
@@ -34,11 +34,12 @@ class _DropoutAdd(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor,
         p: float,
-        seed: int,
+        seed: Tensor,
         scale: float,
     ) -> Tensor:
         x = x.contiguous()
-        ctx.way = (p, seed, scale, x.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(seed)
+        ctx.way = (p, scale, x.dtype, None if bias is None else bias.dtype)
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
         launch(
             _forward,
@@ -63,8 +64,8 @@ class _DropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        p, seed, scale, dtype, bias_dtype = ctx.way
-        grad = grads[0]
+        p, scale, dtype, bias_dtype = ctx.way
+        (seed,), grad = ctx.saved_tensors, grads[0]
         dx = grad.to(dtype)
         if p or scale != 1:
             grad = grad.contiguous()
@@ -101,7 +102,7 @@ def _forward(
     bias_ptr: Any,
     residual_ptr: Any,
     out_ptr: Any,
-    seed: Any,
+    seed_ptr: Any,
     num_elements: Any,
     size: Any,
     p: Any,
@@ -119,7 +120,7 @@ def _forward(
         x += tl.load(bias_ptr + offsets % size, mask=inside, other=0.0).to(ACC)
     x = x * factor
     if DROP:
-        x = tl.where(tl.rand(seed, offsets) < p, 0.0, x)
+        x = tl.where(tl.rand(tl.load(seed_ptr), offsets) < p, 0.0, x)
     x += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(ACC)
     tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -127,7 +128,7 @@ def _forward(
 def _backward(
     grad_ptr: Any,
     dx_ptr: Any,
-    seed: Any,
+    seed_ptr: Any,
     num_elements: Any,
     p: Any,
     factor: Any,
@@ -140,5 +141,5 @@ def _backward(
     inside = offsets < num_elements
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(ACC) * factor
     if DROP:
-        grad = tl.where(tl.rand(seed, offsets) < p, 0.0, grad)
+        grad = tl.where(tl.rand(tl.load(seed_ptr), offsets) < p, 0.0, grad)
     tl.store(dx_ptr + offsets, grad.to(dx_ptr.dtype.element_ty), mask=inside)

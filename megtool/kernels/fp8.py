@@ -27,8 +27,8 @@ LARGEST: dict[Kind, float] = {"e4m3": 448.0, "e5m2": 57344.0}
 class Quantized:
     """A tensor in FP8: data (x's shape), scale_inv (fp32: 0-d, or one per block), blocks.
 
-    `block` is (0, 0) for one scale per tensor, else the rows and columns of a block; blocks at the
-    edges may be smaller.
+    `block` is (0, 0) for one scale per tensor, or scales of a shape that broadcasts to x's, else
+    the rows and columns of a block of the last two dims; blocks at the edges may be smaller.
     """
 
     data: Tensor
@@ -84,19 +84,15 @@ def quantize_tensor(
 def quantize_blocks(
     x_MN: Tensor, kind: Kind, *, block: tuple[int, int] = (128, 128), power_of_two: bool = False
 ) -> Quantized:
-    """One scale per block of a matrix: (128, 128) for weights, (1, 128) for activations.
+    """One scale per block of a matrix (or of each of a stack): (128, 128) for weights, (1, 128) for
+    activations.
 
-    scale_inv has the shape [ceil(M / rows), ceil(N / columns)].
+    scale_inv has the shape [..., ceil(M / rows), ceil(N / columns)].
     """
-    if x_MN.dim() != 2 or min(block) < 1:
+    if x_MN.dim() < 2 or min(block) < 1:
         raise UsageError(f"blocks {block} cannot cut a tensor of shape {tuple(x_MN.shape)}")
-    tiles = _tiles(x_MN.float(), block)
-    scale = scale_from_amax(
-        tiles.abs().amax((1, 3)) if tiles.numel() else tiles.new_zeros(tiles.shape[::2]),
-        kind,
-        power_of_two=power_of_two,
-    )
-    scaled = x_MN.float() * _spread(scale, block, x_MN.shape)
+    scale = scale_from_amax(block_amax(x_MN, block), kind, power_of_two=power_of_two)
+    scaled = x_MN.float() * spread_scale(scale, block, x_MN.shape)
     return Quantized(data=_saturate(scaled, kind), scale_inv=scale.reciprocal(), block=block)
 
 
@@ -104,7 +100,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of FP8 data: multiplied in fp32, rounded once to `dtype`."""
     scale_inv = q.scale_inv
     if q.block != (0, 0):
-        scale_inv = _spread(scale_inv, q.block, q.data.shape)
+        scale_inv = spread_scale(scale_inv, q.block, q.data.shape)
     return (q.data.float() * scale_inv).to(dtype)
 
 
@@ -126,19 +122,23 @@ def _dtype(kind: Kind) -> torch.dtype:
     return DTYPES[kind]
 
 
-def _tiles(x_MN: Tensor, block: tuple[int, int]) -> Tensor:
-    """x padded with zeros to whole blocks, as [M / rows, rows, N / columns, columns]."""
+def block_amax(x_MN: Tensor, block: tuple[int, int]) -> Tensor:
+    """The amax of every block, fp32 [..., ceil(M / rows), ceil(N / columns)]."""
     rows, columns = block
-    m, n = x_MN.shape
-    padded = torch.nn.functional.pad(x_MN, (0, -n % columns, 0, -m % rows))
-    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    *stack, m, n = x_MN.shape
+    padded = torch.nn.functional.pad(x_MN.float(), (0, -n % columns, 0, -m % rows))
+    sizes = padded.shape[-2] // rows, rows, padded.shape[-1] // columns, columns
+    tiles = padded.view(*stack, *sizes)
+    if not tiles.numel():
+        return tiles.new_zeros(*stack, sizes[0], sizes[2])
+    return tiles.abs().amax((-3, -1))
 
 
-def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+def spread_scale(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """One scale per element, from one per block."""
     rows, columns = block
-    spread = scale.repeat_interleave(rows, 0)[: shape[0]]
-    return spread.repeat_interleave(columns, 1)[:, : shape[1]]
+    spread = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
+    return spread.repeat_interleave(columns, -1)[..., : shape[-1]]
 
 
 _CAST = Kernel("cast to FP8", _cast_fp8, triton=fp8_triton.cast_fp8)

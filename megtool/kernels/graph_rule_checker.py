@@ -154,10 +154,10 @@ class GraphRuleChecker(CudaGraphs):
 
     def _watch(self, static: list[Input], expected: Trace | None) -> tuple[Any, Trace]:
         """Run once; returns copies of the outputs and what was done."""
-        watch = _Watch(static, expected)
+        watch = Watch(static, expected)
         token = is_checking_graph_rules.set(True)
         try:
-            with _Host(), watch:
+            with HostRules(), watch:
                 raw = self.function(*static)
         finally:
             is_checking_graph_rules.reset(token)
@@ -168,7 +168,7 @@ class GraphRuleChecker(CudaGraphs):
         return outputs, watch.trace
 
 
-class _Host(TorchFunctionMode):
+class HostRules(TorchFunctionMode):
     """Catches calls that wait for the device or bring the host's data, by their Python names."""
 
     def __torch_function__(
@@ -187,7 +187,7 @@ class _Host(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every operation, and compares it with the one expected where there is one."""
 
     def __init__(self, inputs: Sequence[Input], expected: Trace | None) -> None:
@@ -197,7 +197,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.roles: dict[int, tuple[str, int]] = {}
         # Held for the run, so that no address is used twice; `release` lets them go.
         self.created_storages: list[tuple[Any, str]] = []
-        for number, x in enumerate(inputs):
+        self.add_inputs(inputs)
+
+    def add_inputs(self, inputs: Sequence[Input], first: int = 0) -> None:
+        """Give tensors the roles of inputs, from number `first` on."""
+        for number, x in enumerate(inputs, first):
             if x is not None:
                 self.roles[x.untyped_storage()._cdata] = ("input", number)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.kernels import grouped_gemm_triton
+from megtool.kernels.cuda_graphs import is_checking_graph_rules
 from megtool.kernels.dispatch import Kernel, requested_implementation, use
 from megtool.kernels.wgrad_accumulation import GradientSum, gradient_sum, put_product
 
@@ -56,10 +57,13 @@ def grouped_linear(
         y_RF = _GroupedLinear.apply(*values)  # type: ignore[no-untyped-call]
     else:
         y_RF = _loop_linear(x_RH, weight_EFH, counts_E)
-    if bias_EF is not None:
-        rows = torch.arange(x_RH.shape[0], device=x_RH.device)
-        y_RF = y_RF + bias_EF[torch.searchsorted(offsets_E, rows, right=True)]
-    return y_RF
+    return y_RF if bias_EF is None else add_expert_bias(y_RF, counts_E, bias_EF)
+
+
+def add_expert_bias(y_RF: Tensor, counts_E: Tensor, bias_EF: Tensor) -> Tensor:
+    """`y + bias[e]` for rows sorted by expert e, counts_E of them each."""
+    rows = torch.arange(y_RF.shape[0], device=y_RF.device)
+    return y_RF + bias_EF[torch.searchsorted(counts_E.cumsum(0), rows, right=True)]
 
 
 def invert(row_ids_R: Tensor) -> Tensor:
@@ -175,7 +179,7 @@ def _add_weight_gradients(
 ) -> None:
     """Add every expert's `g.T @ x`, one after the other; on CUDA all are one product before."""
     main_EFH, overwrite = total.begin()
-    if g_RF.is_cuda:  # the host knows no counts there
+    if g_RF.is_cuda or is_checking_graph_rules.get():  # the host knows no counts there
         put = main_EFH.copy_ if overwrite else main_EFH.add_
         put(F.grouped_mm(g_RF.t(), x_RH.contiguous(), offs=offsets_E))
     else:

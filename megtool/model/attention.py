@@ -83,7 +83,7 @@ def attend(
         scale=scale,
         softcap=softcap,
         share=0.0 if chance is None else chance.share,
-        seed=0 if chance is None else chance.seed,
+        seed=0 if chance is None else int(chance.seed),
     )
     return attention(query_BNSD, key_BKLD, value_BKLD, mask, rule, sinks_N)
 

@@ -113,7 +113,7 @@ def attend_to_parts(
 def _dropped(rule: ScoreRule, frame: ForwardContext, layer: int, stretch: int) -> ScoreRule:
     """The rule with the dropout of a stretch of queries."""
     chance = None if frame.draws is None else frame.draws.attention(layer, stretch)
-    return rule if chance is None else replace(rule, share=chance.share, seed=chance.seed)
+    return rule if chance is None else replace(rule, share=chance.share, seed=int(chance.seed))
 
 
 def _heads_for_tokens(states: Heads, group: Group) -> Heads:

@@ -7,6 +7,9 @@ left out before, whatever ran in between, and ranks agree, or differ, by what th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +42,11 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class DropoutSpec:
-    """The share of a tensor's elements that is left out, and the seed that decides which."""
+    """The share of a tensor's elements that is left out, and the seed that decides which: a number,
+    or in a CUDA graph a tensor (int64 without dimensions)."""
 
     share: float
-    seed: int
+    seed: int | Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ class Draws:
     """
 
     shares: Dropout
-    seed: int
+    seed: int | Tensor
     rows: int = 0
     heads: int = 0
 
@@ -63,12 +67,12 @@ class Draws:
     def of(cls, shares: Dropout, tp: Group, sequence_parallel: bool) -> Draws | None:
         """The masks of the next pass, None if there is no dropout.
 
-        Its seed is the next number of torch's generator of the CPU, which is to be in the same
-        state on all ranks of `tp`, and in another one on any other rank.
+        Its seed is that of `seeded_by`, or `draw_seed`.
         """
         if not (shares.hidden or shares.attention):
             return None
-        seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        given = _given_seed.get()
+        seed = draw_seed() if given is None else given
         return cls(
             shares=shares, seed=seed, rows=tp.rank if sequence_parallel else 0, heads=tp.rank
         )
@@ -101,5 +105,24 @@ class Draws:
     def _chance(self, share: float, place: str) -> DropoutSpec | None:
         if not share:
             return None
-        digest = hashlib.sha256(f"{self.seed} {place}".encode()).digest()
-        return DropoutSpec(share, int.from_bytes(digest[:7], "little"))
+        digest = hashlib.sha256(place.encode()).digest()
+        return DropoutSpec(share, self.seed ^ int.from_bytes(digest[:7], "little"))
+
+
+def draw_seed() -> int:
+    """The next number of torch's generator of the CPU, which is to be in the same state on all
+    ranks of a tp group, and in another one on any other rank."""
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+_given_seed: ContextVar[Tensor | None] = ContextVar("megtool_dropout_seed", default=None)
+
+
+@contextmanager
+def seeded_by(seed: Tensor | None) -> Iterator[None]:
+    """In the block, passes have this seed, and no generator is asked."""
+    token = _given_seed.set(seed)
+    try:
+        yield
+    finally:
+        _given_seed.reset(token)

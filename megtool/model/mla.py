@@ -20,7 +20,7 @@ from megtool.model.context_attention import ContextExchange, attend_across
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook, KVCacheHook
 from megtool.model.indexer import Indexer, SparseAttention
-from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.linear import ColumnLinear, Product, RowLinear
 from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.rotary import Rotation
@@ -295,7 +295,8 @@ class LatentAttention(nn.Module):
 
 class DownLinear(nn.Module):
     """`y = x W^T` with all of W on every rank of a group, which with `sequence_parallel` has a part
-    of the tokens each. What `adapter` makes of them is added (`megtool.model.lora`)."""
+    of the tokens each. What `adapter` makes of them is added (`megtool.model.lora`), and `product`
+    stands for the product (`megtool.model.linear.Product`)."""
 
     def __init__(
         self,
@@ -310,6 +311,7 @@ class DownLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
         self.tap: ActivationHook | None = None
+        self.product: Product | None = None
         self.adapter: nn.Module | None = None
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=self.sequence_parallel)
@@ -318,7 +320,7 @@ class DownLinear(nn.Module):
         """The product of this rank's rows."""
         if self.tap is not None:
             x_TH = self.tap(x_TH)
-        y = F.linear(x_TH, self.weight)
+        y = (F.linear if self.product is None else self.product)(x_TH, self.weight)
         return y if self.adapter is None else y + self.adapter(x_TH)
 
 

@@ -291,6 +291,10 @@ class Experts(nn.Module):
         return out
 
 
+# Stands for `grouped_linear`, with gradients of its own, where an expert layer's `product` is set.
+ExpertProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
 class ExpertLinear(nn.Module):
     """The same linear layer of every expert: `weight` `[E, out, in]`, `bias` `[E, out]`.
 
@@ -315,6 +319,7 @@ class ExpertLinear(nn.Module):
         self.group, self.split_dim = group, split_dim
         self.adapter: nn.Module | None = None
         self.adds_bias = group.is_first or not is_summed
+        self.product: ExpertProduct | None = None
         self.tap: ExpertHook | None = None
         weight = torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
         split = split_dim if group.size > 1 else None
@@ -337,7 +342,7 @@ class ExpertLinear(nn.Module):
         bias: Tensor | None = self.bias
         if bias is not None and not self.adds_bias:
             bias = bias - bias.detach()  # zero, with the gradient of one
-        y = grouped_linear(rows, self.weight, counts_E, bias)
+        y = (self.product or grouped_linear)(rows, self.weight, counts_E, bias)
         return y if self.adapter is None else y + self.adapter(rows, counts_E)
 
 

@@ -71,19 +71,23 @@ class Balance:
         sequence_parallel: bool,
     ) -> None:
         self.settings, self.config = settings, config
-        self.factor = 1.0
         self.has_parts = sequence_parallel
         self._shared = (groups.tp if sequence_parallel else ALONE, groups.cp)
         self._first = groups.tp.rank if sequence_parallel else 0
-        self.begin(1.0)
+        # Tensors that stay where they are: a CUDA graph of a pass adds to them.
+        self.factor = torch.ones((), device=groups.device)
+        self.aux, self.z, self.passes = torch.zeros(3, device=groups.device).unbind()
+        self.load_E = torch.zeros(config.num_experts, device=groups.device)
 
     def begin(self, factor: float) -> None:
         """Reset the counts, and multiply gradients by `factor` from now on."""
-        self.factor = factor
-        self.aux: Tensor | float = 0.0
-        self.z: Tensor | float = 0.0
-        self.load_E: Tensor | float = 0.0
-        self.passes = 0
+        self.factor.fill_(factor)
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the counts."""
+        for count in (self.aux, self.z, self.passes, self.load_E):
+            count.zero_()
 
     def __call__(
         self,
@@ -103,7 +107,8 @@ class Balance:
             return probs_TK
         aux, z = self._losses(logits_TE.float(), counted_T1, frame)
         if is_new:
-            self.aux, self.z = self.aux + aux.detach(), self.z + z.detach()
+            self.aux.add_(aux.detach())
+            self.z.add_(z.detach())
         loss = aux * (0.0 if wants.kind == "none" else wants.aux_coeff) + z * wants.z_coeff
         out: Tensor = _Attached.apply(  # type: ignore[no-untyped-call]
             probs_TK, loss, self.factor
@@ -142,8 +147,8 @@ class Balance:
         if counted_T1 is not None:
             ones_TK = ones_TK * counted_T1
         load_E = ones_TK.new_zeros(self.config.num_experts)
-        self.load_E = self.load_E + load_E.index_add(0, experts_TK.flatten(), ones_TK.flatten())
-        self.passes += 1
+        self.load_E.add_(load_E.index_add(0, experts_TK.flatten(), ones_TK.flatten()))
+        self.passes.add_(1)
 
     def _counted(self, frame: ForwardContext, tokens: int) -> Tensor | None:
         """1 for this rank's tokens that count, 0 for others; None where all do."""
@@ -178,10 +183,10 @@ class _Attached(torch.autograd.Function):
     """An identity whose backward pass also runs the backward pass of a loss."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor, ctx.like = factor, loss.detach()
+    def forward(ctx: Any, values: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor, ctx.dtype = factor, loss.dtype
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        return g, torch.full_like(ctx.like, ctx.factor), None
+        return g, ctx.factor.to(ctx.dtype), None

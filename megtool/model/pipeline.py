@@ -214,7 +214,7 @@ class PipelineSchedule:
                 "chunks",
                 hint=f"a multiple of pp, such as {below} or {below + pp.size}",
             )
-        self._links = [_Link(decoder) for decoder in self.stages]
+        self._links: list[StageLink] = [StageLink(decoder) for decoder in self.stages]
         self._schedules: dict[tuple[int, int, int | None], Any] = {}
 
     def step(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,7 +304,7 @@ class PipelineSchedule:
         return make_schedule(order, self.num_microbatches, self._loss, overlap_p2p=self.overlap_p2p)
 
 
-class _Link(nn.Module):
+class StageLink(nn.Module):
     """A chunk as torch's schedules call it: what it receives, and the batch field by field.
 
     The loss of a pass on the last stage follows at once, and finds its batch and context here.
@@ -316,6 +316,7 @@ class _Link(nn.Module):
         self._last_pass: tuple[Batch, ForwardContext] | None = None
 
     def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What the next stage receives, or the loss is made of."""
         batch = Batch(**facts)
         frame = self.decoder.frame(batch)
         if self.decoder.mtp is not None:

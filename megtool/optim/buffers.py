@@ -19,10 +19,11 @@ from torch import Tensor
 
 from megtool.errors import MappingError, UsageError
 from megtool.optim.flat_shards import rank_part
+from megtool.optim.fp8.fp8_weights import Fp8Weight, make_fp8_weight, marked_block
 from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Span
 from megtool.parallel.process_groups import ALONE, Group
-from megtool.tensors.buckets import lay_out, padded
+from megtool.tensors.buckets import ALIGNMENT, lay_out, padded
 from megtool.tensors.registration_order import ORDERS, Order
 
 
@@ -40,13 +41,15 @@ class BufferKey:
 class BucketParam:
     """A parameter of a bucket, from element `start` of the bucket on.
 
-    `param` and `grad` are views of the buffer, of the parameter's shape.
+    `param` and `grad` are views of the buffer, of the parameter's shape. A weight that is FP8 alone
+    has `fp8` in place of values in `param`.
     """
 
     param_info: ParamInfo
     start: int
     param: Tensor
     grad: Tensor
+    fp8: Fp8Weight | None = None
 
     @property
     def stop(self) -> int:
@@ -56,7 +59,7 @@ class BucketParam:
     def adopt(self) -> None:
         """Move the parameter's values into the buffer, if it is not a view of it."""
         parameter = self.param_info.parameter
-        if parameter.data_ptr() != self.param.data_ptr():
+        if self.fp8 is None and parameter.data_ptr() != self.param.data_ptr():
             self.param.copy_(parameter.data)
             parameter.data = self.param
 
@@ -68,7 +71,8 @@ class ParamAndGradBucket:
 
     `params` and `grads` are views of the buffer, padding included, and `param_shard` this rank's
     elements of `params`; `numel` is without the padding at the end. Members come in the order of
-    the buffer.
+    the buffer. Where weights are FP8 alone, `params` are the other parameters, without the padding
+    of the bucket, `codes` the bytes of weights, and no part of `params` is a rank's.
     """
 
     kind: BufferKey
@@ -80,6 +84,12 @@ class ParamAndGradBucket:
     group: Group
     instances: Group
     param_shard: Tensor
+    codes: Tensor | None = None
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements with the padding at the end."""
+        return self.grads.numel()
 
     @property
     def label(self) -> str:
@@ -90,7 +100,7 @@ class ParamAndGradBucket:
     @property
     def shard_range(self) -> tuple[int, int]:
         """The range of the bucket's elements that this rank owns, padding included."""
-        each = self.params.numel() // self.group.size
+        each = self.padded_numel // self.group.size
         return self.group.rank * each, (self.group.rank + 1) * each
 
     def spans(self) -> list[Span]:
@@ -126,11 +136,13 @@ def make_buffer(
     *,
     instances: Group = ALONE,
     for_bandwidth: bool = False,
+    in_fp8: bool = False,
 ) -> ParamAndGradBuffer:
     """Move parameters, in registration order, into a new buffer, of which they become views.
 
     Their values stay. `bucket_size` is in elements; None makes one bucket, plus those of tied
-    embeddings. `for_bandwidth`: see `padded`.
+    embeddings. `for_bandwidth`: see `padded`. With `in_fp8` marked weights get memory for FP8
+    bytes, and keep their own until they are gathered.
 
     Raises:
         UsageError: a parameter is not loaded yet.
@@ -146,14 +158,30 @@ def make_buffer(
     widths = [padded(size, group.size, for_bandwidth=for_bandwidth) for size in sizes]
     offsets = [0, *accumulate(widths)]
     device = facts[0].parameter.device
-    params = torch.zeros(offsets[-1], dtype=kind.dtype, device=device)
+    is_fp8 = [in_fp8 and marked_block(f.parameter) is not None for f in facts]
+    wide = [n + -n % ALIGNMENT for n in numels]
+    num_codes = sum(n for n, fp8 in zip(wide, is_fp8, strict=True) if fp8)
+    codes = torch.zeros(num_codes, dtype=torch.uint8, device=device)
+    num_params = sum(wide) - num_codes if in_fp8 else offsets[-1]
+    params = torch.zeros(num_params, dtype=kind.dtype, device=device)
     grads = torch.zeros(offsets[-1], dtype=kind.grad_dtype, device=device)
     members: list[list[BucketParam]] = [[] for _ in sizes]
-    for f, slot in zip(reversed(facts), reversed(slots), strict=True):
+    ends = [[0, 0] for _ in range(len(sizes) + 1)]  # of plain parameters and codes, by bucket
+    for f, slot, fp8 in zip(reversed(facts), reversed(slots), reversed(is_fp8), strict=True):
         begin, parameter = offsets[slot.bucket] + slot.start, f.parameter
-        param = params[begin : begin + slot.numel].view(parameter.shape)
         grad = grads[begin : begin + slot.numel].view(parameter.shape)
-        member = BucketParam(param_info=f, start=slot.start, param=param, grad=grad)
+        fp8_weight = None
+        if in_fp8:
+            before, after = ends[slot.bucket], ends[slot.bucket + 1]
+            after[:] = [max(a, b) for a, b in zip(before, after, strict=True)]
+            begin = after[fp8]
+            after[fp8] += slot.numel + -slot.numel % ALIGNMENT
+        if fp8:
+            fp8_weight = make_fp8_weight(parameter, codes[begin : begin + slot.numel])
+            param = fp8_weight.placeholder.expand(parameter.shape)
+        else:
+            param = params[begin : begin + slot.numel].view(parameter.shape)
+        member = BucketParam(param_info=f, start=slot.start, param=param, grad=grad, fp8=fp8_weight)
         member.adopt()
         members[slot.bucket].append(member)
     buckets = tuple(
@@ -162,11 +190,16 @@ def make_buffer(
             index=i,
             numel=size,
             members=tuple(members[i]),
-            params=params[offsets[i] : offsets[i + 1]],
+            params=params[ends[i][0] : ends[i + 1][0]]
+            if in_fp8
+            else params[offsets[i] : offsets[i + 1]],
             grads=grads[offsets[i] : offsets[i + 1]],
             group=group,
             instances=instances,
-            param_shard=rank_part(params[offsets[i] : offsets[i + 1]], group),
+            param_shard=params[:0]
+            if in_fp8
+            else rank_part(params[offsets[i] : offsets[i + 1]], group),
+            codes=codes[ends[i][1] : ends[i + 1][1]] if in_fp8 else None,
         )
         for i, size in enumerate(sizes)
     )

@@ -166,6 +166,9 @@ class HybridDeviceOptimizer(Optimizer):
         if isinstance(self.inner, DistributedOptimizer):
             self.inner.adopt_parameters()
         super().reload_parameters()
+        if self.settings.fp8_param_gather:
+            self.publish()
+            self.wait_for_parameters()
 
     def close(self) -> None:
         """Take the inner optimizer's hooks off."""

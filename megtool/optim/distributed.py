@@ -24,7 +24,8 @@ from megtool.optim.buffers import (
 )
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.flat_shards import Pending
-from megtool.optim.fp8.fp8_param_gather import forget, gather_quantized, is_marked
+from megtool.optim.fp8.fp8_param_gather import gather_quantized
+from megtool.optim.fp8.fp8_weights import marked_block, release
 from megtool.optim.grad_reduce import GradReduce
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.param_gather import ParamGather
@@ -66,7 +67,8 @@ class DistributedOptimizer(Optimizer):
         chunks: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(named_parameters, settings, groups)
-        if settings.fp8_param_gather:
+        self._in_fp8 = settings.fp8_param_gather
+        if self._in_fp8:
             _check_fp8(self.param_infos, settings)
         self.buffers = self._make_buffers(chunks)
         # Backward passes fill the last chunk first; forward passes need the first one first.
@@ -88,6 +90,9 @@ class DistributedOptimizer(Optimizer):
             self._make_shard(bucket) for buffer in self.buffers for bucket in buffer.buckets
         ]
         self.set_segments([segment for shard in self.shards for _, segment in shard.segments])
+        if self._in_fp8:
+            self.publish()
+            self.param_gather.wait()
 
     @property
     def bucket_size(self) -> int | None:
@@ -134,7 +139,7 @@ class DistributedOptimizer(Optimizer):
     def publish(self) -> None:
         """See `Optimizer.publish`."""
         into, mains = [], []
-        for shard in self.shards:
+        for shard in () if self._in_fp8 else self.shards:
             params = shard.bucket.param_shard
             for offset, segment in shard.segments:
                 place = params[offset : offset + segment.numel]
@@ -156,9 +161,12 @@ class DistributedOptimizer(Optimizer):
         super().load(read)
 
     def reload_parameters(self) -> None:
-        """See `Optimizer.reload_parameters`."""
+        """See `Optimizer.reload_parameters`; FP8 weights are cast anew."""
         self.adopt_parameters()
         super().reload_parameters()
+        if self._in_fp8:
+            self.publish()
+            self.param_gather.wait()
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -167,16 +175,22 @@ class DistributedOptimizer(Optimizer):
         for shard in self.shards:
             for member in shard.bucket.members:
                 member.adopt()
-                forget(member.param_info.parameter)
 
     def close(self) -> None:
-        """Remove the hooks of parameters and modules; parameters stay in their buffers."""
+        """Remove the hooks of parameters and modules; parameters stay in their buffers, and those
+        that are FP8 alone get values in their own dtype."""
         self.param_gather.close()
         self.grad_reduce.close()
+        for shard in self.shards:
+            for member in shard.bucket.members:
+                if member.fp8 is not None:
+                    release(member.param_info.parameter)
 
     def _gather_as_fp8(self, bucket: ParamAndGradBucket, tag: int) -> Pending:
         shard = next(s for s in self.shards if s.bucket is bucket)
-        mains = [(offset, s.main) for offset, s in shard.segments if s.main is not None]
+        mains = [
+            (offset + start, main) for offset, s in shard.segments for start, main in s.main_parts()
+        ]
         return gather_quantized(bucket, mains, tag=tag)
 
     def _make_buffers(self, chunks: Sequence[nn.Module]) -> list[ParamAndGradBuffer]:
@@ -201,6 +215,7 @@ class DistributedOptimizer(Optimizer):
                 self._bucket_size(kind),
                 instances=self.groups.expert_instances if kind.is_expert else self.groups.instances,
                 for_bandwidth=self.settings.pad_buckets,
+                in_fp8=self._in_fp8,
             )
             for kind in order
         ]
@@ -215,11 +230,16 @@ class DistributedOptimizer(Optimizer):
     def _make_shard(self, bucket: ParamAndGradBucket) -> BucketShard:
         """The segments of a bucket: adjacent spans with the same settings."""
         spans = bucket.spans()
-        params = bucket.param_shard
         used = spans[-1].end if spans else 0
         main: Tensor | None = None
         low: Tensor | None = None
-        if params.dtype != torch.float32:
+        params = bucket.params if self._in_fp8 else bucket.param_shard
+        if self._in_fp8:  # values that have no other place
+            main = torch.zeros(used, device=bucket.grads.device)
+            for span in spans:
+                values = span.param_info.parameter.detach().flatten()[span.start : span.stop]
+                main[span.offset : span.end].copy_(values)
+        elif params.dtype != torch.float32:
             if self.settings.main_params == "remainder":
                 low = torch.zeros(used, dtype=torch.int16, device=params.device)
             else:
@@ -255,23 +275,14 @@ class DistributedOptimizer(Optimizer):
 
 
 def _check_fp8(facts: Sequence[ParamInfo], settings: OptimizerConfig) -> None:
-    """Check that parameters can be gathered as FP8 without losing main parameters."""
-    marked = [f for f in facts if is_marked(f.parameter)]
-    if not marked:
+    """Check that weights can be FP8 alone."""
+    if all(marked_block(f.parameter) is None for f in facts):
         raise UsageError(
             "no parameter is used in FP8 that could be gathered as FP8",
-            hint="--fp8-param-gather needs --fp8-recipe delayed or tensorwise",
+            hint="--fp8-param-gather needs --fp8-recipe delayed, tensorwise or blockwise",
         )
-    fp32_param = next((f for f in marked if f.parameter.dtype == torch.float32), None)
-    if fp32_param is not None or settings.main_params == "remainder" or settings.offload_fraction:
-        obstacle = (
-            "main parameters on the host"
-            if settings.offload_fraction
-            else "parameters that are their own main parameters"
-        )
+    if settings.main_params == "remainder":
         raise UsageError(
-            f"{obstacle} cannot be gathered as FP8",
-            tensor=None if fp32_param is None else fp32_param.name,
-            hint="--fp8-param-gather needs --bf16, without --store-param-remainders and "
-            "--optimizer-cpu-offload",
+            "remainders are the low bits of parameters in bfloat16, and FP8 weights have none",
+            hint="--fp8-param-gather without --store-param-remainders",
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megtool.optim.fp8.fp8_weights import find_fp8_weight
 from megtool.optim.segments import Segment, Span
 
 ALIGNED = 64  # elements: whole vectors, and whole lines of the cache, of any CPU
@@ -35,6 +36,14 @@ class OffloadedSegment(Segment):
     def device(self) -> torch.device:
         """The device of the gradient."""
         return self.grad_device
+
+    def main_parts(self) -> list[tuple[int, Tensor]]:
+        """See `Segment.main_parts`."""
+        parts = self.host_part.main_parts()
+        if self.device_part is not None:
+            shift = self.host_part.numel
+            parts += [(shift + start, main) for start, main in self.device_part.main_parts()]
+        return parts
 
 
 def slice_segment(segment: Segment, start: int, stop: int) -> Segment:
@@ -179,8 +188,11 @@ def stored_values(part: Segment) -> Tensor:
 
 
 def write_parameters(part: Segment, values: Tensor) -> None:
-    """Copy values of a part of a segment into its parameters, unless they share memory."""
+    """Copy values of a part of a segment into its parameters, unless they share memory, or are FP8
+    alone."""
     for span in part.spans:
+        if find_fp8_weight(span.param_info.parameter) is not None:
+            continue  # cast from the main parameter when it is gathered
         place = span.param_info.parameter.detach().view(-1)[span.start : span.stop]
         new = values[span.offset : span.end]
         if place.data_ptr() != new.data_ptr():

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megtool.errors import CheckpointError, MappingError, UsageError
 from megtool.optim.config import OptimizerConfig
+from megtool.optim.fp8.fp8_weights import weight_values
 from megtool.optim.grad_norm import (
     clip_coefficient,
     find_nonfinite,
@@ -304,7 +305,7 @@ class Optimizer(ABC):
         """Copy parameters to main parameters, after weights were loaded into them."""
         for segment in self.state_segments:
             for span in segment.spans:
-                values = span.param_info.parameter.detach().flatten()[span.start : span.stop]
+                values = weight_values(span.param_info.parameter).flatten()[span.start : span.stop]
                 segment.write_main(span.offset, span.end, values.to(segment.device, torch.float32))
 
     def small_state(self) -> dict[str, Any]:

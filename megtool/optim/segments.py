@@ -82,6 +82,10 @@ class Segment:
             raise RuntimeError("a segment without main parameters, and without remainders")
         return self.high, self.low
 
+    def main_parts(self) -> list[tuple[int, Tensor]]:
+        """The main parameter, in parts with their first element; none with remainders."""
+        return [] if self.main is None else [(0, self.main)]
+
     def read_main(self, start: int, stop: int) -> Tensor:
         """fp32 values of the main parameter: a view, or a copy with remainders."""
         if self.main is not None:

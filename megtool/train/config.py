@@ -19,13 +19,14 @@ from megtool.options.groups import (
 )
 from megtool.train.data_options import RowBuildingOptions
 from megtool.train.data_parallel_options import DataParallelOptions, check_data_parallel
+from megtool.train.fp8_options import PRECISION, Fp8Options
 from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
 from megtool.train.overlap_options import OverlapOptions, check_overlap
 from megtool.train.profile_options import ProfileOptions
 
 TRAINING = "Training"
-PRECISION, MEMORY = "Precision", "Memory"
+MEMORY = "Memory"
 CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
 LORA, QAT = "LoRA", "Quantization-aware training and distillation"
 
@@ -41,6 +42,7 @@ DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
+    Fp8Options,
     OptimizerOptions,
     DataParallelOptions,
     OverlapOptions,
@@ -180,30 +182,6 @@ class TrainConfig(
     )
     exp_avg_dtype: Literal["fp32", "bf16"] = option(
         PRECISION, "Dtype of the optimizer's moments.", "fp32"
-    )
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = option(
-        PRECISION,
-        "Compute linear layers in FP8 with this recipe; mxfp8 needs --kernels te (Transformer "
-        "Engine).",
-    )
-    fp8_format: Literal["hybrid", "e4m3"] = option(
-        PRECISION, "hybrid: e4m3, gradients in e5m2.", "hybrid"
-    )
-    fp8_amax_history_len: int = option(
-        PRECISION, "Steps in the amax history of delayed scaling.", 1024, minimum=1
-    )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = option(
-        PRECISION, "How delayed scaling gets an amax from its history.", "max"
-    )
-    fp8_margin: int = option(
-        PRECISION, "Divide scales of delayed scaling by 2 to the power of this.", 0
-    )
-    fp8_param_gather: bool = option(PRECISION, "All-gather parameters in FP8.", False)
-    num_layers_at_start_in_bf16: int = option(
-        PRECISION, "First layers to keep out of FP8.", 0, minimum=0
-    )
-    num_layers_at_end_in_bf16: int = option(
-        PRECISION, "Last layers to keep out of FP8.", 0, minimum=0
     )
     # ---- Memory and overlap
     recompute_granularity: Literal["full", "selective"] | None = option(
@@ -426,16 +404,18 @@ def _check_feature_options(s: TrainConfig) -> None:
     needs = (
         (s.calibration is not None and s.qat is None, "--calibration has no effect without --qat"),
         (
-            s.fp8_param_gather and s.fp8_recipe is None,
+            s.fp8_param_gather and s.fp8_recipe is None and s.te_precision_config_file is None,
             "--fp8-param-gather has no effect without --fp8-recipe",
         ),
         (
-            s.fp8_param_gather and s.fp8_recipe == "blockwise",
-            "--fp8-param-gather with --fp8-recipe blockwise, whose weights have many scales",
+            s.fp8_param_gather and s.fp8_recipe == "mxfp8",
+            "--fp8-param-gather with --fp8-recipe mxfp8, which rounds every weight twice, along "
+            "rows and along columns, from values that FP8 weights no longer have",
         ),
         (
-            s.fp8_recipe == "mxfp8" and s.kernels != "te",
-            "--fp8-recipe mxfp8 needs --kernels te: only Transformer Engine computes it",
+            s.te_precision_config_file is not None and s.kernels == "te",
+            "--te-precision-config-file and --kernels te: Transformer Engine computes all modules "
+            "of a stage by one recipe here",
         ),
         (
             s.fp8_param_gather and s.kernels == "te",
@@ -461,6 +441,10 @@ def _check_feature_options(s: TrainConfig) -> None:
             s.qat is not None and s.fp8_recipe is not None,
             "--qat and --fp8-recipe exclude each other",
         ),
+        (
+            s.qat is not None and s.te_precision_config_file is not None,
+            "--qat and --te-precision-config-file exclude each other",
+        ),
         (s.qat is not None and s.lora_rank is not None, "--qat and --lora-rank exclude each other"),
         (
             s.lora_alpha is not None and s.lora_rank is None,
@@ -472,13 +456,18 @@ def _check_feature_options(s: TrainConfig) -> None:
         ),
         (
             s.lora_rank is not None and s.fp8_param_gather,
-            "--lora-rank and --fp8-param-gather exclude each other",
+            "--lora-rank and --fp8-param-gather exclude each other: only adapters are trained, and "
+            "they are not in FP8",
         ),
         (
             s.lora_rank is not None and bool(s.freeze),
             "--freeze has no effect with --lora-rank, which trains adapters only",
         ),
         (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16 exclude each other"),
+        (
+            s.te_precision_config_file is not None and bool(s.fp16),
+            "--te-precision-config-file and --fp16 exclude each other",
+        ),
         (
             bool(s.moe_router_bias_update_rate) and s.lora_rank is not None,
             "--moe-router-bias-update-rate has no effect with --lora-rank, which trains adapters "
@@ -515,11 +504,9 @@ def _check_feature_options(s: TrainConfig) -> None:
 GRAPH_CONFLICTS = {
     "overlap_grad_reduce": "gradients are reduced after the graphs of all passes",
     "overlap_param_gather": "a graph cannot wait for parameters",
-    "fp8_param_gather": "gathered parameters move every step, and a graph reads the same memory",
-    "hidden_dropout": "a graph would drop the same elements in every pass",
-    "attention_dropout": "a graph would drop the same elements in every pass",
-    "lora_dropout": "a graph would drop the same elements in every pass",
-    "qat": "scales change every step, and a graph repeats the first ones",
+    "tp_comm_overlap": "rows of single ranks are waited for in the middle of a product",
+    "attention_dropout": "torch's attention draws from a generator that a graph cannot seed",
+    "lora_dropout": "adapters draw from a generator that a graph cannot seed",
     "teacher": "the host passes the teacher's hidden states on for each batch",
 }
 """Options that a CUDA graph does not allow, and why."""
@@ -532,11 +519,6 @@ def _check_graphs(s: TrainConfig) -> None:
     for name, reason in GRAPH_CONFLICTS.items():
         if getattr(s, name):
             raise UsageError(f"--cuda-graph-impl local excludes {flag(name)}: {reason}", hint=hint)
-    if s.pp > 1:
-        raise UsageError(
-            f"--cuda-graph-impl local and --pp {s.pp}: the host decides which stage runs",
-            hint=hint,
-        )
     if s.fp8_recipe is not None and s.kernels == "te":
         raise UsageError(
             "--cuda-graph-impl local excludes --fp8-recipe with --kernels te: Transformer "

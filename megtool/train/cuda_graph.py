@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
 from megtool.kernels.graph_rule_checker import graphed
+from megtool.kernels.graphed_passes import GraphedPass, graphed_pass
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule
+from megtool.model.dropout import draw_seed, seeded_by
+from megtool.model.pipeline import PipelineSchedule, StageLink
 from megtool.model_config import ModelConfig
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.scaler import DynamicGradScaler
@@ -31,8 +35,9 @@ class GraphedSchedule(PipelineSchedule):
     """A `PipelineSchedule` of one stage that replays micro batches of `shape` (rows, tokens).
 
     There is a graph for each set of tensors in a batch: packed rows have positions and documents,
-    padded rows have `counted_BS`. A batch of another shape runs without a graph, and so do all
-    batches until `is_steady` is true. Between `Optimizer.zero_grad` and `Optimizer.finish` all
+    padded rows have `counted_BS`. Dropout is seeded for each pass by a tensor, with the number that
+    the pass would draw without a graph. A batch of another shape runs without a graph, and so do
+    all batches until `is_steady` is true. Between `Optimizer.zero_grad` and `Optimizer.finish` all
     micro batches have the same set of tensors: a graph is captured before gradients are summed. On
     a CPU the rules of graphs are checked by emulation, for tests.
 
@@ -48,6 +53,7 @@ class GraphedSchedule(PipelineSchedule):
         num_microbatches: int,
         shape: tuple[int, int],
         is_steady: Callable[[], bool] = lambda: True,
+        forget_passes: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(stages, num_microbatches=num_microbatches, scale=optimizer.scale_loss)
         optimizer.sum_in_place()
@@ -56,7 +62,14 @@ class GraphedSchedule(PipelineSchedule):
         is_scaled = isinstance(optimizer.scaler, DynamicGradScaler) or optimizer.loss_scale != 1.0
         # A tensor, since a graph would repeat a number that it was captured with.
         self._factor = torch.ones((), device=device) if is_scaled else None
-        self._graphs = graphed(self._forward_backward, device, undo=optimizer.zero_grad)
+        drops = any(stage.dropout.hidden for stage in self.stages)
+        self._seed = torch.zeros((), dtype=torch.int64, device=device) if drops else None
+
+        def undo() -> None:
+            optimizer.zero_grad()
+            forget_passes()
+
+        self._graphs = graphed(self._forward_backward, device, undo=undo)
         self.num_replays = 0
 
     @property
@@ -71,9 +84,11 @@ class GraphedSchedule(PipelineSchedule):
             return
         if self._factor is not None:
             self._factor.fill_(self._optimizer.loss_scale)
+        if self._seed is not None:
+            self._seed.fill_(draw_seed())
         facts = (part.positions_BS, part.valid_BS, part.documents_BS, part.counted_BS)
         before = self.num_graphs
-        loss: Tensor = self._graphs(part.tokens_BS, labels_BS, self._factor, *facts)
+        loss: Tensor = self._graphs(part.tokens_BS, labels_BS, self._factor, self._seed, *facts)
         if self.num_graphs > before and self.groups.rank == 0:
             _LOG.info("micro batches of %d x %d tokens run as a CUDA graph", *self._shape)
         self.num_replays += 1
@@ -84,6 +99,7 @@ class GraphedSchedule(PipelineSchedule):
         tokens_BS: Tensor,
         labels_BS: Tensor,
         factor: Tensor | None,
+        seed: Tensor | None,
         positions_BS: Tensor | None,
         valid_BS: Tensor | None,
         documents_BS: Tensor | None,
@@ -98,9 +114,149 @@ class GraphedSchedule(PipelineSchedule):
             documents_BS=documents_BS,
             counted_BS=counted_BS,
         )
-        loss, _ = decoder.loss(batch, labels_BS)
+        with seeded_by(seed):
+            loss, _ = decoder.loss(batch, labels_BS)
         (loss if factor is None else loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+
+class GraphedPipeline(PipelineSchedule):
+    """A `PipelineSchedule` of several stages whose passes of micro batches of `shape` (rows,
+    tokens) are CUDA graphs: each chunk of this rank has pairs of them, one for every micro batch
+    that is under way at once.
+
+    The order of passes, what stages send to each other, and the loss stay outside. Otherwise as
+    `GraphedSchedule`.
+
+    Raises (by `step`):
+        GraphRuleError: see `GraphedSchedule`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Decoder],
+        optimizer: Optimizer,
+        *,
+        num_microbatches: int,
+        shape: tuple[int, int],
+        is_steady: Callable[[], bool] = lambda: True,
+        forget_passes: Callable[[], None] = lambda: None,
+        overlap_p2p: bool | None = None,
+    ) -> None:
+        super().__init__(
+            stages,
+            num_microbatches=num_microbatches,
+            scale=optimizer.scale_loss,
+            overlap_p2p=overlap_p2p,
+        )
+        optimizer.sum_in_place()
+        pp = self.groups.pp
+
+        def undo() -> None:
+            optimizer.zero_grad()
+            forget_passes()
+
+        # As many as 1F1B has under way; of several chunks all of a round.
+        most = pp.size - pp.rank if len(self.stages) == 1 else len(self.stages) * pp.size
+        self.links = [
+            GraphedLink(
+                decoder,
+                shape=shape,
+                num_pairs=min(num_microbatches, most),
+                is_steady=is_steady,
+                undo=undo,
+            )
+            for decoder in self.stages
+        ]
+        self._links = list(self.links)
+
+    @property
+    def num_replays(self) -> int:
+        """Forward passes that were a graph's."""
+        return sum(link.num_replays for link in self.links)
+
+
+class GraphedLink(StageLink):
+    """A chunk of a rank whose passes are replayed as pairs of graphs, as many as are under way.
+
+    All pairs for a set of tensors are captured in the first forward pass with it, when no gradient
+    of the step is summed yet.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        shape: tuple[int, int],
+        num_pairs: int,
+        is_steady: Callable[[], bool],
+        undo: Callable[[], None],
+    ) -> None:
+        super().__init__(decoder)
+        self._shape, self._num_pairs = shape, num_pairs
+        self._is_steady, self._undo = is_steady, undo
+        self._pairs: dict[tuple[str, ...], list[GraphedPass]] = {}
+        self.num_replays = 0
+
+    def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """See `StageLink.forward`."""
+        tokens_BS = facts["tokens_BS"]
+        is_trained = torch.is_grad_enabled() and self._is_steady()
+        if not is_trained or tuple(tokens_BS.shape) != self._shape:
+            return super().forward(*rows, **facts)
+        names = tuple(sorted(facts))
+        seed = None
+        if self.decoder.dropout.hidden:
+            seed = torch.full((), draw_seed(), dtype=torch.int64, device=tokens_BS.device)
+        inputs: list[Tensor | None] = [*rows, *(facts[name] for name in names), seed]
+        if names not in self._pairs:
+            self._pairs[names] = self._capture(names, len(rows), inputs)
+        pair = next((p for p in self._pairs[names] if p.is_free), None)
+        if pair is None:  # more under way than foreseen
+            with seeded_by(seed):
+                return super().forward(*rows, **facts)
+        self.num_replays += 1
+        # The first stage's inputs have no gradient, and its outputs have one.
+        anchor = torch.zeros((), device=tokens_BS.device, requires_grad=True)
+        replayed: Any = _Replay.apply
+        out: tuple[Tensor, ...] = replayed(pair, anchor, *inputs)
+        return out if len(out) > 1 else out[0]
+
+    def _capture(
+        self, names: tuple[str, ...], num_rows: int, inputs: Sequence[Tensor | None]
+    ) -> list[GraphedPass]:
+        decoder = self.decoder
+
+        def run(*values: Tensor | None) -> tuple[Tensor, ...]:
+            rows = [x for x in values[:num_rows] if x is not None]
+            facts: dict[str, Any] = dict(zip(names, values[num_rows:-1], strict=True))
+            batch = Batch(**facts)
+            with seeded_by(values[-1]):
+                out = decoder.advance(batch, decoder.frame(batch), *rows)
+            decoder.rotary.forget()
+            return out
+
+        device, undo = decoder.groups.device, self._undo
+        pairs = [graphed_pass(run, inputs, device, undo=undo) for _ in range(self._num_pairs)]
+        if decoder.groups.rank == 0:
+            _LOG.info("micro batches of %d x %d tokens run as CUDA graphs", *self._shape)
+        return pairs
+
+
+class _Replay(torch.autograd.Function):
+    """A forward pass by a graph, whose backward pass is that of the same pair."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pair: GraphedPass, anchor: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.pair = pair
+        return pair.forward(inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, torch.zeros((), device=grads[0].device), *ctx.pair.backward(grads)
 
 
 def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
@@ -112,11 +268,12 @@ def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
     """
     if settings.cuda_graph_impl == "none":
         return
-    if config.moe_layers:
+    layout = settings.layout
+    if config.moe_layers and (layout.ep > 1 or (layout.etp or layout.tp) != layout.tp):
         raise UsageError(
-            "--cuda-graph-impl local of a model with experts: routers decide the shapes of their "
-            "products, and a graph has fixed shapes",
-            hint="without --cuda-graph-impl",
+            "--cuda-graph-impl local of experts on other ranks: the host sends each of them as "
+            "many tokens as the router says, and a graph has fixed shapes",
+            hint="without --cuda-graph-impl, or with --ep 1 and --etp as --tp",
         )
     if config.num_mtp_layers and settings.mtp_loss_scaling_factor:
         raise UsageError(

@@ -29,10 +29,11 @@ from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicGradScaler
 from megtool.optim.schedules import LRSchedule
+from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import has_iteration, prune_checkpoints
 from megtool.train.config import TrainConfig
-from megtool.train.cuda_graph import GraphedSchedule
+from megtool.train.cuda_graph import GraphedPipeline, GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
 from megtool.train.features.registry import TrainingFeatures
 from megtool.train.nonfinite import find_nonfinite_parameter, find_nonfinite_tensor, nonfinite_error
@@ -51,7 +52,7 @@ class TrainJob:
     """A run that is ready to start: the model on this rank, its optimizer, its data and its saver.
 
     `folder` is the save folder of `saver`, None without one. `args` are Megatron's args, and
-    `tensor_names` the tensors' names, in its checkpoints.
+    `stored_tensors` the tensors, in its checkpoints.
     """
 
     stages: Sequence[Decoder]
@@ -65,7 +66,7 @@ class TrainJob:
     saver: CheckpointSaver | None = None
     folder: Path | None = None
     features: TrainingFeatures = field(default_factory=TrainingFeatures)
-    tensor_names: Sequence[str] = ()
+    stored_tensors: Sequence[GlobalTensor] = ()
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -316,7 +317,7 @@ class _TrainLoop:
             consumed_train_samples=state.consumed_samples,
             scheduler=job.schedule.state_dict(state.num_steps),
             args={**job.args, "iteration": state.iteration},
-            objects=job.features.saved_objects(job.tensor_names),
+            objects=job.features.saved_objects(job.stored_tensors),
         )
         began = time.monotonic()
         job.log.flush()
@@ -353,21 +354,25 @@ class _TrainLoop:
 def _make_schedule(job: TrainJob) -> PipelineSchedule:
     """The schedule of forward and backward passes."""
     plan, features = job.plan, job.features
+    options: dict[str, Any] = {"num_microbatches": plan.num_microbatches}
+    if job.stages[0].groups.pp.size > 1:
+        options["overlap_p2p"] = job.settings.overlap_p2p_communication
     if job.settings.cuda_graph_impl == "none":
         return PipelineSchedule(
             job.stages,
-            num_microbatches=plan.num_microbatches,
             objective=features.objective,
             scale=job.optimizer.scale_loss,
-            overlap_p2p=job.settings.overlap_p2p_communication,
             before_pass=job.optimizer.begin_pass,
+            **options,
         )
-    return GraphedSchedule(
+    kind = GraphedSchedule if job.stages[0].groups.pp.size == 1 else GraphedPipeline
+    return kind(
         job.stages,
         job.optimizer,
-        num_microbatches=plan.num_microbatches,
         shape=(plan.micro_batch_size, plan.seq_length),
         is_steady=lambda: features.is_steady,
+        forget_passes=features.forget_passes,
+        **options,
     )
 
 

@@ -14,6 +14,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.fully_shard import is_layer
 from megtool.model.pipeline import build_stages
 from megtool.model_config import ModelConfig
+from megtool.optim.fp8.fp8_weights import marked_block
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
 from megtool.reshard.source import CheckpointSource
@@ -137,7 +138,10 @@ def _measure_stages(
     optimizer = sum(
         p.numel() * each / (_num_shards(p, settings, layout) if is_sharded else 1) for p in trained
     )
-    weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    weight_bytes = sum(
+        p.numel() * (1 if marked_block(p) is not None and p.requires_grad else p.element_size())
+        for p in parameters
+    )
     narrow = settings.grad_reduce_in_bf16
     gradient_bytes = sum(p.numel() * (p.element_size() if narrow else 4) for p in trained)
     if settings.is_fully_sharded:

@@ -13,6 +13,7 @@ from megtool.errors import TrainingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import microbatches, stream_hidden
+from megtool.optim.fp8.fp8_weights import weight_values
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.tensors.dtensor_shards import local_shard
 
@@ -72,7 +73,7 @@ def nonfinite_error(
 def _parameter(stages: Sequence[Decoder]) -> str | None:
     for stage in stages:
         for name, p in stage.named_parameters():
-            if not bool(torch.isfinite(local_shard(p)).all()):
+            if not bool(torch.isfinite(local_shard(weight_values(p))).all()):
                 return name
     return None
 

@@ -171,7 +171,7 @@ class TrainRun:
                 saver=saver,
                 folder=folder,
                 features=features,
-                tensor_names=[t.name for t in template.tensors],
+                stored_tensors=template.tensors,
                 args=_megatron_args(settings, plan, stages[0].dtype, optimizer)
                 | features.megatron_args(),
             )

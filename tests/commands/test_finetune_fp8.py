@@ -63,7 +63,7 @@ def test_state_on_the_cpu_changes_nothing(
 
 def test_what_does_not_go_with_fp8_is_refused(model: Path, text: Path, tmp_path: Path) -> None:
     for wrong, message in (
-        ({"fp8_recipe": "blockwise", "fp8_param_gather": True}, "blockwise"),
+        ({"fp8_recipe": "mxfp8", "fp8_param_gather": True}, "rounds every weight twice"),
         ({"fp8_param_gather": True}, "without --fp8-recipe"),
         ({"fp8_recipe": "delayed", "fp16": True}, "--fp16"),
         ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 99}, "99 last"),

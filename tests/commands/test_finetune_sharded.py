@@ -14,7 +14,8 @@ from megtool.errors import LayoutError, UsageError
 from megtool.train.config import TrainConfig
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
-from tests.support.models import every_family, tiny_text
+from tests.support.models import every_family, moe_models, tiny_text
+from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.finetune_runs import tune
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.sharded_training import ZERO_2, ZERO_3
@@ -133,6 +134,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a teacher": {"teacher": "SRC"},
     "recomputation": {"recompute_granularity": "full"},
     "fp8": {"bf16": True, "fp8_recipe": "delayed"},
+    "mxfp8": {"bf16": True, "fp8_recipe": "mxfp8"},
     "muon": {"optimizer": "muon"},
     "fp16": {"fp16": True, "initial_loss_scale": 256.0},
     "buckets": {"dist_ckpt_optim_format": "dp_reshardable"},
@@ -246,3 +248,16 @@ def test_a_family_trains_as_by_the_distributed_optimizer(family: str, tmp_path: 
     )
     for mine, theirs in zip(got, want, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_experts_in_fp8(recipe: str, data: Path, tmp_path: Path) -> None:
+    family, _, keys = moe_models.CASES["mixtral"]
+    keys = keys | {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
+    tiny_model(family, tmp_path / "model", sizes=moe_models.SIZES, **keys)
+    tiny_text.save_tokenizer(tmp_path / "model")
+    more = {"bf16": True, "fp8_recipe": recipe}
+    for name, sharding in {"ref": {}, "out": sharded()}.items():
+        run(2, tmp_path / "model", tmp_path / name, data, more | sharding)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "ref"), abs=2e-4)

@@ -67,7 +67,6 @@ def test_that_it_is_missing_is_said_before_any_work(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"fp8_recipe": "mxfp8"}, "mxfp8 needs --kernels te"),
         ({"fp8_recipe": "delayed", "kernels": "te", "fp8_param_gather": True}, "--fp8-param-gat"),
         (
             {"fp8_recipe": "delayed", "kernels": "te", "recompute_granularity": "selective"},

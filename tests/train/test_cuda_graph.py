@@ -27,7 +27,8 @@ from megtool.train.features.registry import TrainingFeatures
 from megtool.train.loop import TrainJob, TrainState, train
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import make_lr_schedule, make_optimizer, plan_run
-from tests.support.models import tiny_text
+from tests.support.models import moe_models, tiny_text
+from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.numbered_data import LENGTH, Numbers
 from tests.support.worlds.gloo_world import run_world
 
@@ -50,6 +51,10 @@ HOW: dict[str, dict[str, Any]] = {
     "lora": {"bf16": True, "lora_rank": 2},
     "frozen": {"fp32": True, "freeze": ("*embedding*",)},
     "muon": {"fp32": True, "optimizer": "muon"},
+    "qat": {"fp32": True, "qat": "fp8_per_channel"},
+    "dropout": {"bf16": True, "hidden_dropout": 0.2},
+    "dropout again": {"fp32": True, "hidden_dropout": 0.2, "recompute_granularity": "full"},
+    "fp8 alone": {"bf16": True, "fp8_recipe": "blockwise", "fp8_param_gather": True},
 }
 
 
@@ -152,12 +157,43 @@ def test_a_run_has_the_same_bits(
         assert len({skipped for *_, skipped in plain}) == 2
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "experts"
+    family, _, keys = moe_models.CASES["deepseek_v3"]
+    keys = keys | {"vocab_size": tiny_text.VOCABULARY, "num_hidden_layers": 2}
+    tiny_model(family, folder, sizes=moe_models.SIZES, **keys)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fp32": True},
+        {"bf16": True, "moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"},
+        {"bf16": True, "fp8_recipe": "mxfp8"},
+        {"bf16": True, "fp8_recipe": "delayed", "fp8_amax_history_len": 3},
+    ],
+    ids=["fp32", "balanced", "mxfp8", "delayed"],
+)
+def test_experts_have_the_same_bits(
+    experts: Path, tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropless: routers decide how many rows each expert has, and graphs have room for any."""
+    plain = curve(experts, tmp_path / "plain", ProcessGroups.alone(), **options)
+    caplog.set_level("INFO", "megtool.train.cuda_graph")
+    graphed = options | {"cuda_graph_impl": "local"}
+    assert curve(experts, tmp_path / "graphed", ProcessGroups.alone(), **graphed) == plain
+    assert sum("run as a CUDA graph" in text for text in caplog.messages) == 3
+
+
 def on_ranks(
     rank: int, size: int, model: str, folder: str, options: dict[str, Any]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     torch.set_num_threads(1)
     settings = TrainConfig(**options)
-    groups = ProcessGroups.start(replace(settings.layout, dp=size // settings.tp // settings.cp))
+    dp = size // settings.tp // settings.cp // settings.pp
+    groups = ProcessGroups.start(replace(settings.layout, dp=dp))
     found = tuple(
         curve(Path(model), Path(folder) / f"{how}{rank}", groups, cuda_graph_impl=how, **options)
         for how in ("none", "local")
@@ -168,10 +204,22 @@ def on_ranks(
 
 @pytest.mark.parametrize(
     "options",
-    [{"fp32": True}, {"bf16": True}, {"tp": 2}],  # gloo scatters sums by operations of its own
-    ids=["dp", "dp in bf16", "tp"],
+    [
+        {"fp32": True},
+        {"bf16": True},
+        {"tp": 2},  # gloo scatters sums by operations of its own
+        {"pp": 2, "fp32": True},
+        {"pp": 2, "bf16": True, "hidden_dropout": 0.1, "recompute_granularity": "full"},
+        {"pp": 2, "fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1},
+        pytest.param({"pp": 2, "vpp": 2, "bf16": True}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "overlap_p2p_communication": True}, marks=pytest.mark.slow),
+        {"pp": 2, "bf16": True, "fp8_recipe": "delayed", "fp8_amax_history_len": 3},
+    ],
+    ids=["dp", "dp bf16", "tp", "pp", "pp dropout", "pp fp16", "vpp", "pp ahead", "pp fp8"],
 )
 def test_ranks_have_the_same_bits(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    if "vpp" in options:
+        model = tiny_text.save(tmp_path / "deep", num_hidden_layers=4)
     for plain, mine in run_world(on_ranks, 2, str(model), str(tmp_path), options):
         assert mine == plain
 
@@ -247,18 +295,11 @@ def test_a_pass_that_is_no_graph_is_named(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2}, "--pp 2: the host decides"),
         ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: gradients are reduced"),
         ({"overlap_param_gather": True}, "--overlap-param-gather: a graph"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout: a graph would drop the same"),
-        ({"attention_dropout": 0.1}, "--attention-dropout: a graph would drop the same"),
-        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout: a graph would drop the same"),
-        ({"qat": "fp8"}, "--qat: scales change every step"),
+        ({"attention_dropout": 0.1}, "--attention-dropout: torch's attention draws"),
+        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout: adapters draw"),
         ({"teacher": Path("big")}, "--teacher: the host passes"),
-        (
-            {"fp8_recipe": "delayed", "fp8_param_gather": True},
-            "--fp8-param-gather: gathered parameters",
-        ),
         ({"fp8_recipe": "delayed", "kernels": "te"}, "its own scales"),
     ],
 )
@@ -275,6 +316,7 @@ def test_models_with_experts_and_cpus_are_refused(model: Path) -> None:
     with pytest.raises(UsageError, match="on cpu: it needs a CUDA device"):
         check_graphs(asked, config)
     experts = replace(config, num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
-    with pytest.raises(UsageError, match="a model with experts"):
-        check_graphs(asked, experts)
+    apart = TrainConfig(cuda_graph_impl="local", device="cpu", ep=2)
+    with pytest.raises(UsageError, match="experts on other ranks"):
+        check_graphs(apart, experts)
     check_graphs(TrainConfig(), experts)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, OptionCondition, argument, option
+from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
@@ -28,7 +28,21 @@ _BATCH_SIZE = "Texts processed at once."
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOptions):
+class ArithmeticOptions(Options):
+    """How quantized folders are computed."""
+
+    dequantize: bool = option(
+        RUNNING,
+        "Of a quantized folder: compute with decoded weights alone; default: round inputs and KV "
+        "cache as an engine that loads it does.",
+        False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(
+    SourceOptions, TokenizerOptions, RuntimeOptions, ArithmeticOptions, DryRunOptions
+):
     """Continue prompts with a model in any format, or answer them with --chat.
 
     Example: megtool generate ./SmolLM2-135M-Instruct --chat --prompt "What is a checkpoint?"
@@ -115,7 +129,9 @@ _NEEDS_TASKS = requires("tasks", "--tasks LIST names tasks of lm-eval")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOptions, PageOptions):
+class EvaluateOptions(
+    SourceOptions, TokenizerOptions, RuntimeOptions, ArithmeticOptions, DryRunOptions, PageOptions
+):
     """Measure how well a model predicts a text, and how far it is from another model.
 
     Example: megtool evaluate ./out --data text.txt --against ./SmolLM2-135M-Instruct

@@ -21,12 +21,14 @@ from megtool.quant.recipes.compressed_arguments import EXPRESSION, means
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputQuantization:
-    """What is said of inputs: `numbers` such as `float8` ("" where they are as they are), `how` is
-    `static`, `dynamic` or `none`. `is_even` is false where they have a zero point."""
+    """What is said of inputs: `numbers` such as `float8` ("" where they are as they are), `scaling`
+    is `static`, `dynamic` or `none`, `group_size` the columns under one scale of a group.
+    `is_symmetric` is false where they have a zero point."""
 
     numbers: str = ""
     scaling: str = "none"
     strategy: str = ""
+    group_size: int = 0
     is_symmetric: bool = True
 
     @property
@@ -88,6 +90,9 @@ def read_groups(config: Mapping[str, Any], catalogue: Catalogue) -> tuple[Compre
     return tuple(out)
 
 
+_BLOCK = 128  # what blocks of inputs have where no size is said
+
+
 def _inputs(args: Any) -> InputQuantization:
     if not isinstance(args, dict):
         return InputQuantization()
@@ -97,6 +102,7 @@ def _inputs(args: Any) -> InputQuantization:
         # "local": groups are scaled as they come, under one calibrated scale
         scaling="dynamic" if args.get("dynamic") is True else "static",
         strategy=str(args.get("strategy") or ""),
+        group_size=size if type(size := args.get("group_size")) is int else _BLOCK,
         is_symmetric=args.get("symmetric") is not False,
     )
 
@@ -139,7 +145,7 @@ def read_module(
     second = weight.numbers == "nvfp4"
     last = "input_global_scale" if second and algo == "NVFP4" else "input_scale"
     inputs = weight.find_single(last, "input_global_scale", "input_scale")
-    _check_zero_point(weight, config_group.inputs)
+    check_zero_point(weight, config_group.inputs)
     if config_group.inputs.scaling == "static" and algo in _STATIC and not inputs:
         raise weight.error(
             f"its {last} {weight.module + '.' + last!r} is missing, and {algo} needs it",
@@ -168,7 +174,7 @@ KEEP_HINT = (
 """The ways out where other forms cannot say what compressed-tensors can."""
 
 
-def _check_zero_point(weight: QuantizedWeight, inputs: InputQuantization) -> None:
+def check_zero_point(weight: QuantizedWeight, inputs: InputQuantization) -> None:
     """Inputs are scaled about zero, as all formats of ours have them.
 
     Raises:

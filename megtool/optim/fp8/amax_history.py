@@ -28,33 +28,53 @@ class AmaxHistories:
     every pass; here a step is the optimizer's, so that scales do not depend on the size of micro
     batches, and are the same when activations are recomputed.
 
-    A module without a step is fresh: its scales have no meaning yet.
+    The first `num_dense` modules are dense layers (None: all), the others experts.
+
+    A module without a step is fresh: its scales have no meaning yet. `is_known` says on the device
+    which columns have a magnitude in their history.
     """
 
     def __init__(
-        self, num_modules: int, settings: Fp8Config, device: torch.device | str = "cpu"
+        self,
+        num_modules: int,
+        settings: Fp8Config,
+        device: torch.device | str = "cpu",
+        *,
+        num_dense: int | None = None,
     ) -> None:
         self.settings, length = settings, settings.amax_history_len
+        self._num_dense = num_modules if num_dense is None else num_dense
         self.is_fresh = [True] * num_modules
         self.history = {
             d: torch.zeros(length, num_modules, n, device=device) for d, n in KINDS.items()
         }
         self.scale = {d: torch.ones(num_modules, n, device=device) for d, n in KINDS.items()}
+        self.is_known = {
+            d: torch.zeros(num_modules, n, dtype=torch.bool, device=device)
+            for d, n in KINDS.items()
+        }
 
-    def record(self, module: int, direction: str, column: int, amax: Tensor) -> None:
-        """Record the largest magnitude of a tensor in the current step."""
+    def record(self, module: int | slice, direction: str, column: int, amax: Tensor) -> None:
+        """Record the largest magnitude of a tensor in the current step, or those of several
+        modules."""
         largest = self.history[direction][0, module, column]
         torch.maximum(largest, amax, out=largest)
 
     def end_step(self, groups: ProcessGroups) -> None:
         """End the step: update scales from the amax of all ranks, and roll the histories.
 
-        Every rank that has these modules calls it: those of the tp group and all replicas.
+        Every rank that has these modules calls it: those of the tp group and all replicas, and of
+        experts those of their etp group and their replicas.
         """
-        parts = [self.history[d][0] for d in KINDS]
-        newest = torch.cat([p.flatten() for p in parts])
-        newest = all_max(all_max(newest, groups.tp), groups.replicas)
-        copy_parts(newest, [p.view(-1) for p in parts])
+        dense, experts = slice(None, self._num_dense), slice(self._num_dense, None)
+        for modules, same in (
+            (dense, (groups.tp, groups.replicas)),
+            (experts, (groups.etp, groups.expert_dp)),
+        ):
+            parts = [self.history[d][0, modules] for d in KINDS]
+            newest = torch.cat([p.flatten() for p in parts])
+            if newest.numel():
+                copy_parts(all_max(all_max(newest, same[0]), same[1]), [p.view(-1) for p in parts])
         for d, fp8_max in zip(KINDS, self.settings.largest, strict=True):
             history = self.history[d]
             is_max = self.settings.amax_compute_algo == "max"
@@ -62,6 +82,7 @@ class AmaxHistories:
             self.scale[d].copy_(update_scales(amax, self.scale[d], fp8_max, self.settings.margin))
             if len(history) > 1:
                 history.copy_(history.roll(-1, 0))
+            self.is_known[d].copy_(amax > 0)
             history[0].zero_()
         self.is_fresh = [False] * len(self.is_fresh)
 
@@ -78,6 +99,7 @@ class AmaxHistories:
         for d in KINDS:
             self.scale[d][module].copy_(state[f"scale_{d}"])
             self.history[d][:, module].copy_(state[f"amax_history_{d}"])
+            self.is_known[d][module].copy_((state[f"amax_history_{d}"] > 0).any(0))
         self.is_fresh[module] = not any(state[f"amax_history_{d}"].any() for d in KINDS)
 
 

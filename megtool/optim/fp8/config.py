@@ -20,8 +20,8 @@ class Fp8Config:
     `delayed`: a scale for each tensor from the amax of earlier steps (`amax_history_len` of them,
     by `amax_compute_algo`), divided by 2^`margin`. `tensorwise`: from the tensor's own amax.
     `blockwise`: a power of two for each 1x128 elements of inputs and gradients (along the summed
-    dim), and each 128x128 of weights. `mxfp8`: for each 32 elements along the summed dim, which
-    only Transformer Engine computes. `hybrid` has gradients in e5m2 and all other operands in e4m3.
+    dim), and each 128x128 of weights. `mxfp8`: for each 32 elements along the summed dim, of every
+    operand. `hybrid` has gradients in e5m2 and all other operands in e4m3.
     The first `start_in_bf16` and the last `end_in_bf16` layers of the model are not in FP8.
 
     Raises:

@@ -1,25 +1,19 @@
-"""A linear layer's products with FP8 operands, forward and backward.
-
-On CUDA, operands with one scale each are multiplied as FP8 (`torch._scaled_mm`). Blockwise operands
-are multiplied as bf16, which represents FP8 times a power of two exactly: the numbers of the
-recipe, not its speed. On a CPU all operands are multiplied as fp32.
-"""
+"""A linear layer's products with FP8 operands, forward and backward (`kernels.fp8_products`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
 from megtool.kernels.dispatch import requested_implementation, use
-from megtool.kernels.fp8 import Quantized, dequantize
+from megtool.kernels.fp8 import Quantized
+from megtool.kernels.fp8_products import multiply
 from megtool.optim.fp8.scaling import Fp8Scaling
 
-_MULTIPLE = 16  # what FP8 products on CUDA need rows, columns and sums to be
 LEAST_CAPABILITY = (8, 9)
 """GPUs with FP8 products: Ada, Hopper and later. Source: NVIDIA's CUDA programming guide."""
 
@@ -83,36 +77,3 @@ class _Product(torch.autograd.Function):
             q = Quantized(data=rows, scale_inv=rows_scale, block=of_rows)
             gw_OI = multiply(grad.columns, q, ctx.dtype)
         return gx, gw_OI, None, None
-
-
-def multiply(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """`a b^T`, `[M, N]`, of FP8 operands, summed in fp32 and rounded to `dtype`.
-
-    `fast` lets CUDA sum with fewer bits, as Transformer Engine does in the forward pass.
-    """
-    if a_MK.data.device.type == "cpu":
-        return (dequantize(a_MK) @ dequantize(b_NK).t()).to(dtype)
-    if a_MK.block != (0, 0):
-        wide = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        product = dequantize(a_MK, wide) @ dequantize(b_NK, wide).t()
-        return product.to(dtype)
-    m, n = a_MK.data.shape[0], b_NK.data.shape[0]
-    a, b = _padded(a_MK.data), _padded(b_NK.data)
-    product = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_MK.scale_inv,
-        scale_b=b_NK.scale_inv,
-        out_dtype=dtype,
-        use_fast_accum=fast,
-    )
-    return product[:m, :n]
-
-
-def _padded(data: Tensor) -> Tensor:
-    """Pad rows and columns with zeros to multiples of 16; the result is contiguous."""
-    rows, columns = data.shape
-    if rows % _MULTIPLE == 0 and columns % _MULTIPLE == 0:
-        return data.contiguous()
-    pad = (0, -columns % _MULTIPLE, 0, -rows % _MULTIPLE)
-    return F.pad(data.contiguous().view(torch.uint8), pad).view(data.dtype)

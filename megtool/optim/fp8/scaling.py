@@ -1,17 +1,16 @@
 """The FP8 operands of a linear layer's three products, by recipe.
 
-A weight that the optimizer has gathered as FP8 is used as it is (`optim.fp8.fp8_param_gather`).
+A weight that is FP8 alone is used as it is (`optim.fp8.fp8_weights`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from megtool.errors import UsageError
 from megtool.kernels.fp8 import (
     Kind,
     Quantized,
@@ -24,9 +23,11 @@ from megtool.kernels.fp8 import (
 from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config
-from megtool.optim.fp8.fp8_param_gather import gathered_fp8_weight
+from megtool.optim.fp8.fp8_weights import find_fp8_weight
+from megtool.parallel.collectives import all_max
+from megtool.parallel.process_groups import ALONE, Group
 
-BLOCK = 128
+BLOCK, MX_BLOCK = 128, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,11 @@ class Operand:
 class Fp8Scaling(ABC):
     """Casts the tensors of one linear layer to FP8.
 
-    `is_training`: record the amax, if the recipe has a history.
+    `is_training`: record the amax, if the recipe has a history. The ranks of `group` have other
+    rows each of one input: a scale for all of them comes from their common amax.
     """
+
+    group: Group = ALONE
 
     @abstractmethod
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
@@ -64,18 +68,23 @@ class TensorwiseScaling(Fp8Scaling):
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
         """See `Fp8Scaling.input`."""
-        return _same_both_ways(quantize_tensor(x_TI, self.settings.forward))
+        return self._quantize(x_TI, self.settings.forward)
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
         """See `Fp8Scaling.weight`."""
-        gathered = gathered_fp8_weight(w_OI)
-        if gathered is not None:
-            return _same_both_ways(gathered.values)
+        fp8_weight = find_fp8_weight(w_OI)
+        if fp8_weight is not None:
+            return _same_both_ways(fp8_weight.values)
         return _same_both_ways(quantize_tensor(w_OI, self.settings.forward))
 
     def gradient(self, g_TO: Tensor) -> Operand:
         """See `Fp8Scaling.gradient`."""
-        return _same_both_ways(quantize_tensor(g_TO, self.settings.backward))
+        return self._quantize(g_TO, self.settings.backward)
+
+    def _quantize(self, rows: Tensor, kind: Kind) -> Operand:
+        scale = scale_from_amax(all_max(amax(rows), self.group), kind)
+        data, _ = cast_fp8(rows, scale, kind)
+        return _same_both_ways(Quantized(data=data, scale_inv=scale.reciprocal()))
 
 
 class BlockwiseScaling(Fp8Scaling):
@@ -86,6 +95,8 @@ class BlockwiseScaling(Fp8Scaling):
     values.
     """
 
+    block = BLOCK
+
     def __init__(self, settings: Fp8Config) -> None:
         self.settings = settings
 
@@ -95,8 +106,11 @@ class BlockwiseScaling(Fp8Scaling):
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
         """See `Fp8Scaling.weight`."""
-        block, kind = (BLOCK, BLOCK), self.settings.forward
-        q = quantize_blocks(w_OI, kind, block=block, power_of_two=True)
+        block, fp8_weight = (BLOCK, BLOCK), find_fp8_weight(w_OI)
+        if fp8_weight is not None:
+            q = fp8_weight.values
+        else:
+            q = quantize_blocks(w_OI, self.settings.forward, block=block, power_of_two=True)
         turned = Quantized(data=q.data.t(), scale_inv=q.scale_inv.t(), block=block)
         return Operand(rows=q, columns=turned)
 
@@ -106,9 +120,20 @@ class BlockwiseScaling(Fp8Scaling):
 
     def _both_ways(self, x_MN: Tensor, kind: Kind) -> Operand:
         rows, columns = (
-            quantize_blocks(x, kind, block=(1, BLOCK), power_of_two=True) for x in (x_MN, x_MN.t())
+            quantize_blocks(x, kind, block=(1, self.block), power_of_two=True)
+            for x in (x_MN, x_MN.t())
         )
         return Operand(rows=rows, columns=columns)
+
+
+class MxScaling(BlockwiseScaling):
+    """MXFP8: a power of two (E8M0) for 32 elements along the summed dim, of every operand."""
+
+    block = MX_BLOCK
+
+    def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
+        """See `Fp8Scaling.weight`."""
+        return self._both_ways(w_OI, self.settings.forward)
 
 
 class DelayedScaling(Fp8Scaling):
@@ -128,12 +153,12 @@ class DelayedScaling(Fp8Scaling):
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
         """See `Fp8Scaling.weight`."""
-        gathered = gathered_fp8_weight(w_OI)
-        if gathered is None:
+        fp8_weight = find_fp8_weight(w_OI)
+        if fp8_weight is None:
             return self._cast(w_OI, "fwd", WEIGHT, self.settings.forward, is_training)
         if is_training:
-            self.histories.record(self.module, "fwd", WEIGHT, gathered.amax)
-        return _same_both_ways(gathered.values)
+            self.histories.record(self.module, "fwd", WEIGHT, fp8_weight.amax)
+        return _same_both_ways(fp8_weight.values)
 
     def gradient(self, g_TO: Tensor) -> Operand:
         """See `Fp8Scaling.gradient`."""
@@ -144,7 +169,8 @@ class DelayedScaling(Fp8Scaling):
     ) -> Operand:
         histories, module = self.histories, self.module
         if histories.is_fresh[module]:
-            scale = scale_from_amax(amax(x_MN), kind, margin=self.settings.margin)
+            largest = amax(x_MN) if column == WEIGHT else all_max(amax(x_MN), self.group)
+            scale = scale_from_amax(largest, kind, margin=self.settings.margin)
         else:
             # A copy, since what is saved for backward must not change at the end of the step.
             scale = histories.scale[direction][module, column].clone()
@@ -154,24 +180,18 @@ class DelayedScaling(Fp8Scaling):
         return _same_both_ways(Quantized(data=data, scale_inv=scale.reciprocal()))
 
 
-def make_scalings(
-    num_modules: int, settings: Fp8Config, device: torch.device | str
-) -> tuple[list[Fp8Scaling], AmaxHistories | None]:
-    """The scaling of each of so many linear layers, and their histories, if the recipe has any.
-
-    Raises:
-        UsageError: the recipe needs Transformer Engine.
-    """
-    if settings.recipe == "mxfp8":
-        raise UsageError(
-            "the FP8 recipe 'mxfp8' needs Transformer Engine",
-            hint="--kernels te, or --fp8-recipe blockwise",
-        )
-    if settings.recipe == "delayed":
-        histories = AmaxHistories(num_modules, settings, device)
-        return [DelayedScaling(histories, i) for i in range(num_modules)], histories
-    kind = TensorwiseScaling if settings.recipe == "tensorwise" else BlockwiseScaling
-    return [kind(settings) for _ in range(num_modules)], None
+def make_scaling(
+    settings: Fp8Config, *, histories: AmaxHistories | None = None, module: int = 0
+) -> Fp8Scaling:
+    """The scaling of a linear layer, which is `module` of `histories` with the recipe `delayed`."""
+    if histories is not None:
+        return DelayedScaling(histories, module)
+    kinds: dict[str, Callable[[Fp8Config], Fp8Scaling]] = {
+        "tensorwise": TensorwiseScaling,
+        "blockwise": BlockwiseScaling,
+        "mxfp8": MxScaling,
+    }
+    return kinds[settings.recipe](settings)
 
 
 def _same_both_ways(q: Quantized) -> Operand:

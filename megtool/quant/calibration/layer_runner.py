@@ -100,10 +100,11 @@ class LayerRunner:
         """Capture the layer as CUDA graphs, one per shape with enough micro-batches.
 
         None if graphs cannot be used: on a CPU, or if a pass synchronizes with the host.
+        Collectives of a tp group are parts of the graphs, which its ranks replay together.
         """
-        if not (self._allows_graphs and graphable) or self.decoder.groups.world.size > 1:
+        if not (self._allows_graphs and graphable) or self._keeps_frames:
             return None
-        if self._keeps_frames:
+        if self.decoder.groups.cp.size > 1:  # ranks send each other keys and values in turn
             return None
         module = self.decoder.decoder.layers[str(layer)]
         if not all(m.is_graphable for m in module.modules() if isinstance(m, MoeMlp)):

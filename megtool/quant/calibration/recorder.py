@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CalibrationError, UsageError
+from megtool.kernels.cuda_graphs import is_checking_graph_rules
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import HookLocation, places
@@ -232,7 +233,7 @@ class ActivationRecorder:
         statistics, columns = w.statistics, w.place.columns
         if statistics is None:
             return
-        if not self._on_host:
+        if not self._on_host or is_checking_graph_rules.get():
             full = (
                 gather_columns(x_TW, columns)
                 if self._needs_all_columns(statistics, columns)
@@ -256,7 +257,8 @@ class ActivationRecorder:
 
     def _is_padded(self, labels_T: Tensor) -> bool:
         """Whether some rows are padding; checked on a CPU only."""
-        return self._on_host and bool((labels_T < 0).any())
+        is_quick = self._on_host and not is_checking_graph_rules.get()
+        return is_quick and bool((labels_T < 0).any())
 
     @staticmethod
     def _needs_all_columns(statistics: RunningStatistics, columns: Group) -> bool:

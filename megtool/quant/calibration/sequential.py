@@ -242,7 +242,7 @@ class _UnitRunner:
         del statistics
         if reruns:
             self._begin(unit + 1)
-            with FakeQuantModel(self.decoder, sites, qparams, weights=True):
+            with FakeQuantModel(self.decoder, sites, qparams):
                 self._run_layer(unit, None, stores_output=True)
             self._end(unit + 1)
             self.layers.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -17,55 +17,72 @@ from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer, replaced, restored
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import HookLocation, places
-from megtool.parallel.collectives import all_max
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quantize import (
-    fake_cache,
     fake_weight,
-    input_scale,
-    needs_scale,
-    rounded_input,
+    rescaled_weight,
     run_weight,
     tensor_amax,
 )
+from megtool.quant.fake_quant.input_rounding import (
+    CacheRounding,
+    InputRounding,
+    expert_hook,
+    input_hook,
+    rounding_of,
+)
+from megtool.quant.fake_quant.rounding_torch import E4M3_LARGEST
 from megtool.quant.fake_quant.weight_views import WeightViews
-from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
-from megtool.quant.recipes.formats import INPUT_PACKINGS
+from megtool.quant.qparams import QParams, WeightQParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InputRounding:
-    """The rounding of one input: its kind (of `formats.INPUT_PACKINGS`), scale and smoothing
-    scales.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredQuantization:
+    """What a quantized folder stores for running it, by canonical names of modules.
+
+    `fp8_scales` are the scales of FP8 weights that have one each; `int4_scales` are W4A8_AWQ's
+    `weight_scale_2` (0: by the weight's own amax).
     """
 
-    kind: str
-    scale: float
-    columns: Tensor | None
+    inputs: Mapping[str, InputRounding] = field(default_factory=dict)
+    caches: Mapping[str, CacheRounding] = field(default_factory=dict)
+    fp8_scales: Mapping[str, float] = field(default_factory=dict)
+    int4_scales: Mapping[str, float] = field(default_factory=dict)
 
-    def equals(self, other: InputRounding | None) -> bool:
-        """Whether another rounding is the same."""
-        if other is None or (self.kind, self.scale) != (other.kind, other.scale):
-            return False
-        if self.columns is None or other.columns is None:
-            return self.columns is other.columns
-        return torch.equal(self.columns, other.columns)
+    @classmethod
+    def of(cls, qparams: QParams, fp8_scales: Mapping[str, float]) -> StoredQuantization:
+        """What is stored of quantization parameters.
+
+        Raises:
+            CalibrationError: the scale of an input or a cache is unknown.
+        """
+        weights = qparams.weights
+        return cls(
+            inputs=_roundings(weights, folded=True),
+            caches={m: CacheRounding.of(c) for m, c in qparams.kv_caches.items()},
+            fp8_scales={m: s for m, s in fp8_scales.items() if m in weights},
+            int4_scales={
+                m: float(np.float32(t.global_amax) / np.float32(E4M3_LARGEST))
+                for m, t in weights.items()
+                if t.format.algo == "W4A8_AWQ"
+            },
+        )
 
 
 class FakeQuantModel:
     """A decoder with fake-quantized weights, inputs and caches; in `with`, or by `start`.
 
-    With `weights`, for a decoder of the unquantized model, weights are rounded too, and inputs are
-    divided by all smoothing scales. Without, it is for a decoder loaded from the quantized
-    checkpoint: its weights are already rounded and its norms have the folded smoothing scales, so
-    inputs are only divided by stored ones; the only change of weights is W4A8_AWQ's second step
-    (`fake_quantize.run_weight`).
+    With `QParams`, for a decoder of the unquantized model, weights are rounded too, and inputs are
+    divided by all smoothing scales. With `StoredQuantization` it is for a decoder loaded from the
+    quantized checkpoint: its weights are already rounded and its norms have the folded smoothing
+    scales, so inputs are only divided by stored ones, and the only changes of weights are those
+    that engines make: W4A8_AWQ's second step (`fake_quantize.run_weight`), and one scale for FP8
+    modules that run as one layer (`fake_quantize.rescaled_weight`).
 
     Streamed weights are rounded whenever their layer is loaded. `dtype` is the dtype in which they
     are stored (see `fake_quantize.fake_weight`). Every rank makes the same calls.
 
-    FP8 modules that a Hugging Face folder stores in one tensor share its scale. Not covered:
-    engines that give fused FP8 modules the larger of their scales.
+    FP8 modules that a Hugging Face folder stores in one tensor share its scale.
 
     Raises:
         UsageError: modules with the same input would round it in different ways.
@@ -77,13 +94,20 @@ class FakeQuantModel:
         self,
         decoder: Decoder,
         sites: Iterable[ActivationSite],
-        qparams: QParams,
+        quantization: QParams | StoredQuantization,
         *,
-        weights: bool,
         dtype: str = "float32",
     ) -> None:
-        self._decoder, self._qparams, self._dtype = decoder, qparams, dtype
-        self._folded = not weights
+        self._decoder, self._dtype = decoder, dtype
+        if isinstance(quantization, StoredQuantization):
+            self._weights: Mapping[str, WeightQParams] = {}
+            self._stored = quantization
+        else:
+            self._weights = quantization.weights
+            self._stored = StoredQuantization(
+                inputs=_roundings(quantization.weights, folded=False),
+                caches={m: CacheRounding.of(c) for m, c in quantization.kv_caches.items()},
+            )
         stage = decoder.stage
         local_sites = [
             p for p in sites if (p.layer in stage.layers if p.layer is not None else stage.head)
@@ -95,19 +119,21 @@ class FakeQuantModel:
         self._before_head: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
         self._stored_groups = [(p.layer, names) for p in local_sites for names in p.stored_groups]
+        self._fused_groups = [(p.layer, names) for p in local_sites if (names := _fused_fp8(p))]
+        self._fused = {m for p, _ in self._fused_groups for m in self._fused_scales(p, {})}
         self._install_hooks(local_sites)
-        named = {
-            m: p.layer
-            for p in local_sites
-            for m in p.modules
-            if (t := qparams.weights.get(m)) is not None
-            and (weights or t.format.algo == "W4A8_AWQ")
-        }
+        named = {m: p.layer for p in local_sites for m in p.modules if self._is_changed(m)}
         if named:
             self._views = WeightViews(decoder, named)
             for module, layer in named.items():
                 if module in self._views.parts:
                     self._modules[layer].append(module)
+
+    def _is_changed(self, module: str) -> bool:
+        """Whether the weight of a module is not run as the decoder has it."""
+        return (
+            module in self._weights or module in self._stored.int4_scales or module in self._fused
+        )
 
     def start(self) -> FakeQuantModel:
         """Compute like the engine from now on."""
@@ -203,32 +229,59 @@ class FakeQuantModel:
     def fake_quantize_layer(self, layer: int | None) -> dict[str, Tensor]:
         """The parameters of a layer with fake-quantized weights; the decoder must have its own."""
         modules = self._modules[layer]
-        weight_qparams = self._qparams.weights | self._share_stored_scales(layer)
+        weight_qparams = dict(self._weights) | self._share_stored_scales(layer)
+        fused_scales = self._fused_scales(layer, weight_qparams)
         out = {
             name: self._decoder.get_parameter(name).detach().clone()
             for name in self._views.parameters(modules)
         }
         for module in modules:
-            stored_weight, params = self._views.read(module), weight_qparams[module]
-            if self._folded:
-                weight = run_weight(stored_weight, params)
-            else:
+            stored_weight, params = self._views.read(module), weight_qparams.get(module)
+            if params is not None:
                 weight = fake_weight(stored_weight, params, dtype=self._dtype, as_run=True)
+            elif (scale := self._stored.int4_scales.get(module)) is not None:
+                columns = self._stored.inputs[module].columns
+                weight = run_weight(stored_weight, scale, smoothing_scale=columns)
+            else:
+                weight = stored_weight
+            if module in fused_scales:
+                weight = rescaled_weight(weight, fused_scales[module])
             self._views.write(module, weight, out)
         return out
+
+    def _fused_scales(
+        self, layer: int | None, weight_qparams: Mapping[str, WeightQParams]
+    ) -> dict[str, float]:
+        """The scales that engines give FP8 modules of a layer in place of smaller ones."""
+        out: dict[str, float] = {}
+        for site, names in self._fused_groups:
+            if site != layer:
+                continue
+            scales = {m: s for m in names if (s := self._fp8_scale(m, weight_qparams))}
+            largest = max(scales.values(), default=0.0)
+            out |= {m: largest for m, s in scales.items() if s != largest}
+        return out
+
+    def _fp8_scale(self, module: str, weight_qparams: Mapping[str, WeightQParams]) -> float | None:
+        """The scale of an FP8 weight of this rank; None if it is no such weight."""
+        if (scale := self._stored.fp8_scales.get(module)) is not None:
+            return scale
+        params = weight_qparams.get(module)
+        if params is None or params.format.algo != "FP8" or module not in self._views.parts:
+            return None
+        amax = np.float32(tensor_amax(self._views.read(module), params))
+        return float(amax / np.float32(E4M3_LARGEST))
 
     def _share_stored_scales(self, layer: int | None) -> dict[str, WeightQParams]:
         """The parameters of a layer's modules that are stored in one tensor with one scale: the
         largest."""
-        if self._folded:
-            return {}
         out: dict[str, WeightQParams] = {}
         for site, names in self._stored_groups:
             members = [
                 t
                 for m in names
                 if site == layer and m in self._views.parts
-                if (t := self._qparams.weights[m]).format.algo == "FP8"
+                if (t := self._weights.get(m)) is not None and t.format.algo == "FP8"
             ]
             if len(members) > 1:
                 amaxes = [tensor_amax(self._views.read(t.module), t) for t in members]
@@ -245,9 +298,9 @@ class FakeQuantModel:
         inputs: dict[tuple[int, str], list[tuple[HookLocation, InputRounding]]] = defaultdict(list)
         for site in sites:
             if site.kind == "kv_cache":
-                for cache in (self._qparams.kv_caches.get(m) for m in site.modules):
+                for cache in (self._stored.caches.get(m) for m in site.modules):
                     if cache is not None:
-                        self._site_hooks += [(p, _cache_hook(cache)) for p in self._places(site)]
+                        self._site_hooks += [(p, cache.hook) for p in self._places(site)]
                 continue
             if site.name.endswith(".shared.router"):  # a gate, which no engine quantizes
                 continue
@@ -257,20 +310,17 @@ class FakeQuantModel:
             for place in self._places(site):
                 if place.is_here:
                     inputs[id(place.module), place.attribute].append((place, rounding))
+        device = self._decoder.groups.device
         for roundings in inputs.values():
             place, rounding = roundings[0]
             if place.expert is not None:
                 num_experts = place.module.get_parameter("weight").shape[0]
                 by_expert = {
-                    p.expert: self._local_rounding(r, p)
-                    for p, r in roundings
-                    if p.expert is not None
+                    p.expert: r.local(p, device) for p, r in roundings if p.expert is not None
                 }
-                tap: Callable[..., Any] = _expert_hook(
-                    by_expert, num_experts, place, self._decoder.groups.device
-                )
+                tap: Callable[..., Any] = expert_hook(by_expert, num_experts, place, device)
             else:
-                tap = _input_hook(self._local_rounding(rounding, place), place)
+                tap = input_hook(rounding.local(place, device), place)
             self._site_hooks.append((place, tap))
 
     def _places(self, site: ActivationSite) -> tuple[HookLocation, ...]:
@@ -278,7 +328,7 @@ class FakeQuantModel:
 
     def _rounding(self, site: ActivationSite) -> InputRounding | None:
         """The rounding of an activation site's input; None if it is not rounded."""
-        roundings = {m: self._rounding_for(m) for m in site.modules}
+        roundings = {m: self._stored.inputs.get(m) for m in site.modules}
         first_name, first = next(iter(roundings.items()))
         for name, rounding in roundings.items():
             is_equal = rounding is None if first is None else first.equals(rounding)
@@ -290,97 +340,18 @@ class FakeQuantModel:
                 )
         return first
 
-    def _rounding_for(self, module: str) -> InputRounding | None:
-        params = self._qparams.weights.get(module)
-        kind = None if params is None else INPUT_PACKINGS.get(params.format.algo)
-        if params is None or kind is None:
-            return None
-        return InputRounding(
-            kind=kind,
-            scale=float(input_scale(params)) if needs_scale(params) else 0.0,
-            columns=self._smoothing_scale(params),
-        )
 
-    def _smoothing_scale(self, params: WeightQParams) -> Tensor | None:
-        if params.smoothing_scale is None or (self._folded and not params.stores_pre_quant_scale):
-            return None
-        return torch.from_numpy(np.array(params.smoothing_scale, np.float32))
-
-    def _local_rounding(self, rounding: InputRounding, place: HookLocation) -> InputRounding:
-        """The rounding for this rank's columns, on its device."""
-        columns, group = rounding.columns, place.columns
-        if columns is not None:
-            width = len(columns) // group.size
-            columns = columns[group.rank * width :][:width].to(self._decoder.groups.device)
-        return InputRounding(kind=rounding.kind, scale=rounding.scale, columns=columns)
+def _roundings(weights: Mapping[str, WeightQParams], *, folded: bool) -> dict[str, InputRounding]:
+    roundings = {m: rounding_of(t, folded=folded) for m, t in weights.items()}
+    return {m: r for m, r in roundings.items() if r is not None}
 
 
-def _cache_hook(cache: KVCacheQParams) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return lambda key, value: fake_cache(key, value, cache)
+def _fused_fp8(site: ActivationSite) -> tuple[str, ...]:
+    """The modules of a site that engines run as one layer; empty if there is only one.
 
-
-def _input_hook(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
-    group = place.columns
-
-    def tap(x_TI: Tensor) -> Tensor:
-        return rounded_input(
-            x_TI,
-            rounding.kind,
-            scale=rounding.scale,
-            smoothing_scale=rounding.columns,
-            largest=lambda top: all_max(top, group),
-        )
-
-    return tap
-
-
-def _expert_hook(
-    by_expert: Mapping[int, InputRounding],
-    num_experts: int,
-    place: HookLocation,
-    device: torch.device,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """A hook that rounds rows sorted by expert with the parameters of their expert, without a loop.
-
-    Scales and smoothing scales are selected by row; those of experts without rounding are ones. If
-    kinds differ between experts, each kind is computed for all rows.
+    Queries without a projection down are read by another layer than latents (`attn.down`).
     """
-    kinds: dict[str, list[int]] = defaultdict(list)
-    for expert, rounding in by_expert.items():
-        kinds[rounding.kind].append(expert)
-        tables = []
-    for kind, experts in kinds.items():
-        scales_E = torch.ones(num_experts, device=device)
-        scales_E[experts] = torch.tensor([by_expert[e].scale for e in experts], device=device)
-        columns_EI = None
-        smoothed = [e for e in experts if by_expert[e].columns is not None]
-        if smoothed:
-            width = len(by_expert[smoothed[0]].columns)  # type: ignore[arg-type]
-            columns_EI = torch.ones(num_experts, width, device=device)
-            for e in smoothed:
-                columns_EI[e] = by_expert[e].columns  # type: ignore[assignment]
-        here_E = torch.zeros(num_experts, dtype=torch.bool, device=device)
-        here_E[experts] = True
-        tables.append((kind, scales_E, columns_EI, here_E))
-
-    def tap(rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-        ids_R = torch.arange(num_experts, device=rows_RI.device).repeat_interleave(
-            counts_E, output_size=len(rows_RI)
-        )
-        out = rows_RI
-        for kind, scales_E, columns_EI, here_E in tables:
-            scale = scales_E[ids_R].unsqueeze(1)
-            columns = None if columns_EI is None else columns_EI[ids_R]
-            rounded = rounded_input(
-                rows_RI,
-                kind,
-                scale=scale,
-                smoothing_scale=columns,
-                largest=lambda top: all_max(top, place.columns),
-            )
-            if len(by_expert) == num_experts and len(tables) == 1:
-                return rounded
-            out = torch.where(here_E[ids_R].unsqueeze(1), rounded, out)
-        return out
-
-    return tap
+    names = [m for m in site.modules if not m.endswith((".router", ".shared.router"))]
+    if site.name.endswith(".attn.down"):
+        names = [m for m in names if not m.endswith(".q")]
+    return tuple(names) if site.kind == "input" and len(names) > 1 else ()

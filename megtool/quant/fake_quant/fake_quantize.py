@@ -1,7 +1,7 @@
 """Fake quantization of weights, inputs and KV caches, in float32.
 
-`fake_weight` returns the values of a packed weight; `rounded_input` and `fake_cache` round inputs
-and caches like the engine. All of them take and return numbers as in the source model: smoothing
+`fake_weight` returns the values of a packed weight; `rounded_input` rounds inputs and caches like
+the engine. All of them take and return numbers as in the source model: smoothing
 scales are applied and removed again. Only `fake_weight` synchronizes with the host, to look for
 NaN.
 """
@@ -31,7 +31,7 @@ from megtool.quant.fake_quant.rounding_torch import (
     to_integers,
 )
 from megtool.quant.qparams import KVCacheQParams, WeightQParams
-from megtool.quant.recipes.formats import INPUT_PACKINGS, packing_of
+from megtool.quant.recipes.formats import ENGINE_INPUTS, INPUT_PACKINGS, packing_of
 
 CHUNK = 1 << 22
 """Elements of a weight that are rounded at a time."""
@@ -44,7 +44,11 @@ SECOND_LARGEST = {"W4A8_NVFP4_FP8": E4M3_LARGEST}
 convert these codes to FP8, so 6 times the largest block scale must be 448 (modelopt
 `export/quant_utils.py` get_weight_scaling_factor_2)."""
 
-_INTEGERS = {"int8": (-128, 127, 127.0), "int4rows": (-8, 7, 7.0)}
+_INTEGERS = {
+    "int8": (-128, 127, 127.0),
+    "int4rows": (-8, 7, 7.0),
+    "int4": (-8, 7, 7.0),
+}
 _CACHE_BLOCK = 16
 
 
@@ -158,19 +162,22 @@ def fake_weight(
     return out
 
 
-def run_weight(weight_OI: Tensor, qparams: WeightQParams) -> Tensor:
+def run_weight(
+    weight_OI: Tensor, scale: float = 0.0, *, smoothing_scale: Tensor | None = None
+) -> Tensor:
     """The weight that engines compute from a W4A8_AWQ checkpoint.
 
     `weight_OI` is the decoded INT4 weight, divided by the stored smoothing scales. It is rounded to
-    FP8 as in `fake_weight` with `as_run`.
+    FP8 as in `fake_weight` with `as_run`, by `scale` (0: by its own amax).
     """
-    stored = qparams.smoothing_scale if qparams.stores_pre_quant_scale else None
-    smoothing_scale = _on(stored, weight_OI.device)
-    top = qparams.global_amax or float(_whole_amax(weight_OI, smoothing_scale))
-    run = plain_scale(torch.tensor(top), E4M3_LARGEST)
-    scaled = weight_OI.float() if smoothing_scale is None else weight_OI * smoothing_scale
+    columns = _on(smoothing_scale, weight_OI.device)
+    if scale:
+        run = torch.tensor(scale)
+    else:
+        run = plain_scale(_whole_amax(weight_OI, columns).cpu(), E4M3_LARGEST)
+    scaled = weight_OI.float() if columns is None else weight_OI * columns
     rounded = to_e4m3(scaled / run) * run
-    return rounded if smoothing_scale is None else rounded / smoothing_scale
+    return rounded if columns is None else rounded / columns
 
 
 def tensor_amax(weight_OI: Tensor, qparams: WeightQParams) -> float:
@@ -265,8 +272,18 @@ def _meaning(name: str, codes: Tensor) -> Tensor:
 
 def needs_scale(qparams: WeightQParams) -> bool:
     """Whether inputs are rounded with a calibrated scale."""
-    kind = INPUT_PACKINGS.get(qparams.format.algo, "")
+    kind = ENGINE_INPUTS.get(qparams.format.algo, "")
     return kind.endswith(":tensor") or kind.startswith("nvfp4")
+
+
+def rescaled_weight(weight_OI: Tensor, scale: float) -> Tensor:
+    """An FP8 weight rounded again with another scale for the whole tensor.
+
+    Engines that run fused modules as one layer give all of them the largest of their scales (vLLM's
+    `requantize_with_max_scale`).
+    """
+    out = weight_OI.float() / scale
+    return to_e4m3(out).mul_(scale)
 
 
 def rounded_input(
@@ -277,7 +294,8 @@ def rounded_input(
     smoothing_scale: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Round rows as `kind` of `formats.INPUT_PACKINGS` requires.
+    """Round rows as `kind` of `formats.ENGINE_INPUTS` requires; `int8:token` and `int4:token` are
+    what compressed-tensors has besides.
 
     `scale` (if the kind has a calibrated one) and `smoothing_scale` may differ between rows: `[T,
     1]` and `[T, in]`.
@@ -319,8 +337,10 @@ def _rounded_rows(
         x.mul_(scale)
     elif granularity == "token":
         top = x.abs().amax(-1, keepdim=True)
-        row_scale = plain_scale(largest(top) if largest is not None else top, E4M3_LARGEST)
-        x = round_e4m3_(x / row_scale).mul_(row_scale)
+        low, high, most = _INTEGERS.get(name, (0, 0, E4M3_LARGEST))
+        row_scale = plain_scale(largest(top) if largest is not None else top, most)
+        x = x / row_scale
+        x = (to_integers(x, low, high) if high else round_e4m3_(x)).mul_(row_scale)
     else:
         x = _rounded_groups(x, name, int(granularity), scale)
     if smoothing_scale is not None:
@@ -337,30 +357,31 @@ def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -
     if name == "nvfp4":
         second = second.unsqueeze(-1) if isinstance(second, Tensor) else second
         scale = block_scale(group_amaxes, second) * second
+    elif name == "fp8":
+        scale = plain_scale(group_amaxes, E4M3_LARGEST)
     else:
         scale = power_scale(group_amaxes, E4M3_LARGEST if name == "mxfp8" else E2M1_LARGEST)
     x = x.view(*x.shape[:-1], x.shape[-1] // per, per) / scale
-    x = (round_e4m3_(x) if name == "mxfp8" else round_e2m1_(x)).mul_(scale)
+    x = (round_e2m1_(x) if name.endswith("fp4") else round_e4m3_(x)).mul_(scale)
     return x.flatten(-2)[..., :width]
 
 
-def fake_cache(key: Tensor, value: Tensor, cache: KVCacheQParams) -> tuple[Tensor, Tensor]:
-    """Keys (after RoPE) and values as the engine caches them, `[..., head size]` each, in their own
-    dtype: FP8 with one scale each, or NVFP4 in groups of 16 along a head.
+def cache_kind(cache: KVCacheQParams) -> str:
+    """How keys and values are cached: FP8 with one scale each, or NVFP4 in groups of 16 along a
+    head, as `rounded_input` has it."""
+    return "fp8:tensor" if cache.format.kv_algo == "FP8" else f"nvfp4:{_CACHE_BLOCK}"
+
+
+def cache_scale(cache: KVCacheQParams, amax: float) -> float:
+    """The scale of keys or values of a cache, as it is stored.
 
     Raises:
-        CalibrationError: their amaxes are unknown.
+        CalibrationError: their amax is unknown.
     """
-    return _cached(key, cache, cache.key_amax), _cached(value, cache, cache.value_amax)
-
-
-def _cached(x: Tensor, cache: KVCacheQParams, amax: float) -> Tensor:
     if not amax > 0:
         raise CalibrationError(
             f"the amax of the KV cache {cache.module} is unknown", hint="calibrate with data"
         )
     if cache.format.kv_algo == "FP8":
-        scale = np.float32(amax) / np.float32(E4M3_LARGEST)
-        return rounded_input(x, "fp8:tensor", scale=float(scale))
-    second = second_scale("NVFP4", amax)
-    return rounded_input(x, f"nvfp4:{_CACHE_BLOCK}", scale=float(second))
+        return float(np.float32(amax) / np.float32(E4M3_LARGEST))
+    return float(second_scale("NVFP4", amax))

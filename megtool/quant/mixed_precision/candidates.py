@@ -296,7 +296,7 @@ class CandidateSurvey:
     def fake_quantized(self, run: CandidateRun) -> FakeQuantModel:
         """The model with only this decision unit fake-quantized; use in `with`."""
         qparams = self.qparams[run.unit.name, run.key]
-        return FakeQuantModel(self.decoder, self._sites[run.unit.name], qparams, weights=True)
+        return FakeQuantModel(self.decoder, self._sites[run.unit.name], qparams)
 
 
 def _statistics_of(

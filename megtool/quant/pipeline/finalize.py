@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from megtool import __version__
 from megtool.checkpoint.digest import DigestMode
+from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.stored_numbers import StoredNumbers
 from megtool.console import Progress
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
@@ -38,6 +40,7 @@ from megtool.quant.recipes.modules import is_in_expert_blocks
 from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import TargetOptions
 
@@ -268,7 +271,7 @@ def _evaluate(
 ) -> QuantizeEvaluation:
     """Evaluate both models on the same text; the quantized one computes like its engine."""
     from megtool.inference.compare import compare
-    from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+    from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel, StoredQuantization
 
     source = request.model_source
     written = open_decoder(request.destination)
@@ -287,9 +290,10 @@ def _evaluate(
     with on_ranks(runtime, alone=True) as groups:
         before = load_forward(source, runtime, groups, progress)
         after = load_forward(written, runtime, groups, progress)
-        simulation = FakeQuantModel(
-            after.decoder, request.sites, _as_engines_run(request, solved), weights=False
+        stored = StoredQuantization.of(
+            _as_engines_run(request, solved), _read_fp8_scales(request, written)
         )
+        simulation = FakeQuantModel(after.decoder, request.sites, stored)
         with simulation:
             comparison = compare(
                 before,
@@ -319,6 +323,18 @@ def _as_engines_run(request: QuantizeRequest, solved: SolvedQParams) -> QParams:
     return replace(
         solved.qparams, weights={m: t for m, t in weight_qparams.items() if m not in blocks}
     )
+
+
+def _read_fp8_scales(request: QuantizeRequest, written: CheckpointSource) -> dict[str, float]:
+    """The scales of FP8 weights that have one each, as they were written."""
+    catalogue = open_as_stored(written.catalogue.root)
+    names = {
+        d.module.name: written.placement_of(f"{d.module.name}.weight").stored + "_scale"
+        for d in request.decisions
+        if d.format is not None and d.format.algo == "FP8"
+    }
+    with StoredNumbers(catalogue) as numbers:
+        return {m: float(numbers.read(n)) for m, n in names.items()}
 
 
 def _report_progress(progress: Progress, total: int, count: int) -> None:

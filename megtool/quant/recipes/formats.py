@@ -229,6 +229,11 @@ INPUT_PACKINGS: Mapping[str, str] = {
 """How engines quantize the inputs of a format, if they do: with a calibrated scale (`tensor`), or
 dynamically (`token` and groups; NVFP4's block scales only)."""
 
+ENGINE_INPUTS: Mapping[str, str] = MappingProxyType({**INPUT_PACKINGS, "FP8_PB_WO": "fp8:128"})
+"""How engines round inputs when they run, whatever the files say of them: `INPUT_PACKINGS`, and
+under FP8_PB_WO every 128 columns of a token by their own amax (vLLM's
+`ModelOptFp8PbWoLinearMethod`, and DeepSeek's own kernels)."""
+
 SMOOTHING_METHODS = ("smoothquant", "awq", "awq_lite", "awq_full")
 """Algorithms that store a `pre_quant_scale` where no preceding norm can absorb it."""
 

@@ -60,11 +60,17 @@ class MatchResult:
 
 
 def match_rules(
-    recipe: Recipe, modules: Sequence[ModuleInfo], problems: RecipeProblems, *, group_size: int = 0
+    recipe: Recipe,
+    modules: Sequence[ModuleInfo],
+    problems: RecipeProblems,
+    *,
+    group_size: int = 0,
+    cuts_groups: bool = False,
 ) -> MatchResult:
     """Decide about every module.
 
-    `group_size` overrides that of all formats with several group sizes (0: no override).
+    `group_size` overrides that of all formats with several group sizes (0: no override). With
+    `cuts_groups` the last group of a row may be smaller, as in training.
 
     Adds problems for rules without effect, group sizes that do not divide a weight, and formats
     that a module does not support.
@@ -114,7 +120,8 @@ def match_rules(
                 notes.append(problem[0])
     if idle := sum(1 for n in matches if not n) if not recipe.strict else 0:
         notes.append(f"{idle} of {len(matches)} rules match nothing in this model")
-    _check_group_sizes(decisions, problems, unknown=unknown)
+    if not cuts_groups:
+        _check_group_sizes(decisions, problems, unknown=unknown)
     if not recipe.strict:
         notes += _no_op_notes(recipe, decisions)
         notes += (f"kept: {d.reason}" for d in decisions if "does not suit" in d.reason)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megtool.model.decoder import Decoder
+from megtool.optim.fp8.fp8_weights import weight_values
 from megtool.tensors.dtensor_shards import local_shard, shard_ranges
 from megtool.train.checkpointing.save_layout import WEIGHT, SaveLayout, ShardPart
 
@@ -31,7 +32,7 @@ def iterate_live_state(
     `carried` are further weights, which no module has. Modules are asked for their weights at once,
     before passes that gather sharded ones; copies are made as the iterator comes to them.
     """
-    weights = [(stage.dtype, stage.state_dict()) for stage in stages]
+    weights = [(stage.dtype, stage.state_dict(keep_vars=True)) for stage in stages]
 
     def iterate() -> Iterator[LivePiece]:
         for name, tensor in carried.items():
@@ -51,11 +52,10 @@ def stored_elements(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, T
 
     A shard of a trained parameter is fp32, and stored in the model's `dtype`.
     """
-    local = local_shard(tensor).reshape(-1)
     if not isinstance(tensor, DTensor):
-        yield 0, local
+        yield 0, weight_values(tensor).reshape(-1)
         return
-    local, offset = local.to(dtype), 0
+    local, offset = local_shard(tensor).reshape(-1).to(dtype), 0
     for start, stop in shard_ranges(tensor):
         if start < stop:
             yield start, local[offset : offset + stop - start]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.te_extra_state import (
@@ -27,9 +27,11 @@ from megtool.checkpoint.containers.te_extra_state import (
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.megatron_metadata import read_object
 from megtool.config import ParallelConfig
-from megtool.convert.megatron import split_state
+from megtool.convert.nested import MEGATRON_PREFIX
 from megtool.errors import MappingError, UsageError
 from megtool.kernels.dispatch import chosen
+from megtool.kernels.fp8 import Quantized
+from megtool.kernels.fp8_products import dense_arithmetic
 from megtool.kernels.te_linear import check_sides
 from megtool.model.decoder import Decoder
 from megtool.model.linear import ColumnLinear, RowLinear
@@ -39,10 +41,11 @@ from megtool.model.pipeline import build_stages
 from megtool.model_config import ModelConfig
 from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.optim.fp8.amax_history import AmaxHistories
-from megtool.optim.fp8.config import Fp8Config
-from megtool.optim.fp8.fp8_param_gather import mark_for_gather
+from megtool.optim.fp8.config import Fp8Config, Recipe
+from megtool.optim.fp8.experts import expert_linear, make_expert_scaling
+from megtool.optim.fp8.fp8_weights import mark_for_gather
 from megtool.optim.fp8.linear import fp8_product, require_products
-from megtool.optim.fp8.scaling import Fp8Scaling, make_scalings
+from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, make_scaling
 from megtool.optim.fp8.transformer_engine import (
     TeAmaxHistories,
     TeTraining,
@@ -50,8 +53,18 @@ from megtool.optim.fp8.transformer_engine import (
     required_multiple,
 )
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.quant.recipes.dialects import read_recipe_text
+from megtool.reshard.megatron.extra_state_names import Site, StateNaming, parse_site
 from megtool.reshard.source import CheckpointSource
+from megtool.tensors.sharded import GlobalTensor
 from megtool.train.config import TrainConfig
+from megtool.train.features.module_precision import (
+    ModulePrecisions,
+    choose_precisions,
+    make_fp8_config,
+    summarize_precisions,
+    uniform_precisions,
+)
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 
 if TYPE_CHECKING:
@@ -59,77 +72,133 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_STATE = re.compile(r"(.+)\._extra_state/shard_(\d+)_(\d+)")
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
-_STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.+)")
+Fp8Linear = ColumnLinear | RowLinear | DownLinear | ExpertLinear
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A linear layer that is computed in FP8, by its module's name."""
+    """A linear layer that is computed in FP8, by its module's name, or that of all experts.
+
+    Of the histories of delayed scaling it has those from `first` on, one for each of this rank's
+    experts, of which the first is `expert` in the whole model.
+    """
 
     name: str
-    module: ColumnLinear | RowLinear
+    module: Fp8Linear
+    settings: Fp8Config
+    first: int = 0
+    expert: int | None = None
+
+    @property
+    def num_histories(self) -> int:
+        """How many histories it has with delayed scaling."""
+        return 1 if self.expert is None else self.module.weight.shape[0]
+
+    @property
+    def sites(self) -> list[Site]:
+        """The owners of its states, in the order of its histories."""
+        if self.expert is None:
+            return [Site(self.name)]
+        return [Site(self.name, self.expert + i) for i in range(self.num_histories)]
 
 
 class Fp8Feature(TrainingFeature):
     """FP8 in the stages of this rank; every rank calls its methods at the same time.
 
-    It covers all dense linear layers between embedding and output layer, except in the first and
-    last layers that `settings` exclude. Experts, routers, latent down projections, attention and
-    the output layer are not in FP8. `describe` says so in a sentence. Only delayed scaling has
-    state. Inside `kernels.dispatch.use("te")` Transformer Engine's modules and recipes compute
-    these layers, and end a step of delayed scaling with every pass.
+    It covers all linear layers between embedding and output layer that `precisions` (or `settings`,
+    for all layers alike) do not leave out: dense ones, latent projections, and those of experts,
+    which have scales for each expert. Routers, attention and the output layer are not in FP8.
+    `describe` says so in a sentence. Only delayed scaling has state. Inside
+    `kernels.dispatch.use("te")` Transformer Engine's modules and recipes compute these layers,
+    except experts, and end a step of delayed scaling with every pass.
 
     Raises:
         MissingPackageError: Transformer Engine is needed and cannot be loaded.
         UsageError: the device has no FP8, the model is in fp16, no layer is left, or the recipe
-            does not go with Transformer Engine, or only with it.
+            does not go with Transformer Engine.
     """
 
     def __init__(
-        self, stages: Sequence[Decoder], settings: Fp8Config, groups: ProcessGroups
+        self,
+        stages: Sequence[Decoder],
+        settings: Fp8Config | ModulePrecisions,
+        groups: ProcessGroups,
     ) -> None:
         require_products(groups.device)
         first = stages[0]
         if first.dtype == torch.float16:
             raise _fp16_error()
-        self.settings, self.groups = settings, groups
-        self.param_gather = False
-        self.num_layers = first.config.num_layers
-        self._fp8_layers = fp8_layers = select_fp8_layers(settings, self.num_layers)
-        self._members = [
-            _Member(f"decoder.layers.{n}.{name}", module)
-            for stage in stages
-            for n in stage.stage.layers
-            if n in fp8_layers
-            for name, module in _linears(stage.decoder.layers[str(n)])
-        ]
-        self._stages = stages
-        self.histories: AmaxHistories | TeAmaxHistories | None
+        self.groups, self.param_gather = groups, False
+        if isinstance(settings, Fp8Config):
+            settings = uniform_precisions(settings, first.config.num_layers)
+        self.precisions, self._stages = settings, stages
         self._is_by_te = chosen(groups.device) == "te"
+        self._members = self._find_members()
+        self.histories: AmaxHistories | TeAmaxHistories | None = None
         if self._is_by_te:
             self._use_transformer_engine()
         else:
-            scalings, self.histories = make_scalings(len(self._members), settings, groups.device)
-            for member, scaling in zip(self._members, scalings, strict=True):
-                member.module.product = _product(scaling)
-                if settings.recipe != "blockwise":
-                    mark_for_gather(member.module.weight)
-        inner = [m for stage in stages for m in stage.modules()]
-        kinds = {ExpertLinear: "experts", DownLinear: "latent projections down"}
-        self._excluded = [
-            word for kind, word in kinds.items() if any(isinstance(m, kind) for m in inner)
-        ]
+            self._set_products()
         if groups.rank == 0:
             _LOG.info("%s", self.describe())
+
+    def _find_members(self) -> list[_Member]:
+        """The linear layers in FP8, dense ones before experts."""
+        layers: list[tuple[str, Fp8Linear, Fp8Config]] = []
+        for stage in self._stages:
+            for n in stage.stage.layers:
+                for name, module in _linears(stage.decoder.layers[str(n)]):
+                    full = f"decoder.layers.{n}.{name}"
+                    if (config := self.precisions.of(full)) is not None:
+                        layers.append((full, module, config))
+        layers.sort(key=lambda f: isinstance(f[1], ExpertLinear))
+        members: list[_Member] = []
+        first = 0
+        for full, module, config in layers:
+            expert = None
+            if isinstance(module, ExpertLinear):
+                if self._is_by_te:
+                    continue
+                expert = self.groups.ep.rank * module.weight.shape[0]
+            member = _Member(name=full, module=module, settings=config, first=first, expert=expert)
+            members.append(member)
+            first += member.num_histories if config.recipe == "delayed" else 0
+        return members
+
+    def _set_products(self) -> None:
+        """Let linear layers multiply in FP8."""
+        delayed = [m for m in self._members if m.settings.recipe == "delayed"]
+        histories = None
+        if delayed:
+            dense = [m for m in delayed if m.expert is None]
+            histories = self.histories = AmaxHistories(
+                sum(m.num_histories for m in delayed),
+                delayed[0].settings,
+                self.groups.device,
+                num_dense=len(dense),
+            )
+        for m in self._members:
+            own = histories if m.settings.recipe == "delayed" else None
+            if isinstance(m.module, ExpertLinear):
+                experts = make_expert_scaling(
+                    m.settings, m.num_histories, self.groups.device, histories=own, first=m.first
+                )
+                m.module.product = partial(expert_linear, scaling=experts)
+            else:
+                scaling = make_scaling(m.settings, histories=own, module=m.first)
+                if isinstance(m.module, DownLinear) and m.module.sequence_parallel:
+                    scaling.group = m.module.group
+                m.module.product = partial(fp8_product, scaling=scaling)
+            _mark(m.module, m.settings)
 
     def _use_transformer_engine(self) -> None:
         """Let Transformer Engine compute the products, in its own region only."""
         weights = [member.module.weight for member in self._members]
-        te = TeTraining(weights, self.settings, self.groups)
+        settings = self.precisions.recipes[0]
+        te = TeTraining(weights, settings, self.groups)
         for member, product in zip(self._members, te.products, strict=True):
-            member.module.product = product
+            if not isinstance(member.module, ExpertLinear):
+                member.module.product = product
         for stage in self._stages:
             setattr(stage, "run", te.around(stage.run))  # noqa: B010 - stands for the method
         self.histories = te.histories
@@ -142,11 +211,9 @@ class Fp8Feature(TrainingFeature):
             UsageError: no layer is computed in FP8, or a weight's shape does not fit.
             LayoutError: tp does not divide a weight.
         """
-        if (fp8 := make_fp8_config(settings)) is None:
-            return
-        select_fp8_layers(fp8, source.config.num_layers)
-        if settings.kernels == "te":
-            check_te_shapes(fp8, source.config, settings.tp)
+        precisions = choose_precisions(settings, source)
+        if precisions is not None and settings.kernels == "te":
+            check_te_shapes(precisions, source.config, settings.tp)
 
     @classmethod
     def estimate_memory(
@@ -162,12 +229,13 @@ class Fp8Feature(TrainingFeature):
         Raises:
             UsageError: they do not.
         """
-        if (fp8 := make_fp8_config(settings)) is not None:
+        precisions = choose_precisions(settings, source)
+        if precisions is not None:
             if dtype == "float16":
                 raise _fp16_error()
             require_products(torch.device(device))
             if settings.kernels == "te":
-                require_recipe(fp8.recipe)
+                require_recipe(precisions.recipes[0].recipe)
         return {}
 
     @classmethod
@@ -175,16 +243,31 @@ class Fp8Feature(TrainingFeature):
         cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
     ) -> Self | None:
         """Let linear layers compute in FP8."""
-        fp8 = make_fp8_config(settings)
-        if fp8 is None:
+        precisions: ModulePrecisions | None
+        if inputs.source is None:
+            config = make_fp8_config(settings)
+            layers = stages[0].config.num_layers
+            precisions = None if config is None else uniform_precisions(config, layers)
+        else:
+            precisions = choose_precisions(settings, inputs.source)
+        if precisions is None:
             return None
-        feature = cls(stages, fp8, stages[0].groups)
+        feature = cls(stages, precisions, stages[0].groups)
         feature.param_gather = settings.fp8_param_gather
         return feature
 
+    @classmethod
+    def identity(cls, settings: TrainConfig) -> Mapping[str, Any]:
+        """A digest of the rules that choose the precision of modules."""
+        file = settings.te_precision_config_file
+        digest = None if file is None else sha256(read_recipe_text(file)[1]).hexdigest()
+        return {"te_precision_config_file": digest}
+
     def megatron_args(self) -> dict[str, Any]:
-        """Megatron's args of FP8."""
-        settings = self.settings
+        """Megatron's args of FP8; those of a run without a recipe for all layers are its own."""
+        settings = self.precisions.default
+        if settings is None:
+            return {}
         return {
             "fp8": settings.format,
             "fp8_recipe": settings.recipe,
@@ -203,23 +286,33 @@ class Fp8Feature(TrainingFeature):
 
     def describe(self) -> str:
         """A sentence on what is computed in FP8, and how."""
-        settings, fp8_layers = self.settings, self._fp8_layers
-        excluded = ", ".join([*self._excluded, "attention"])
-        if self._is_by_te:
-            by = "computed by Transformer Engine"
-        elif self.groups.device.type == "cpu":
-            by = "rounded to FP8 and multiplied as float32 (the numbers of FP8, not its speed)"
-        elif settings.recipe == "blockwise":
-            by = "rounded to FP8 and multiplied as bfloat16 (the numbers of FP8, not its speed)"
-        else:
-            by = "multiplied by torch._scaled_mm"
+        recipes = " and ".join(f"{c.recipe}, {c.format}" for c in self.precisions.recipes)
         te = "; Transformer Engine is installed but not used (--kernels te)"
         is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
+        modules = self._stages[0].modules()
+        has_experts = any(isinstance(m, ExpertLinear) for m in modules)
+        left_out = ["experts"] if self._is_by_te and has_experts else []
         return (
-            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers "
-            f"{fp8_layers.start} to {fp8_layers.stop - 1} of {self.num_layers} are {by}; "
-            f"{excluded} and the output layer are not in FP8{te if is_idle else ''}"
+            f"FP8 ({recipes}): {self._layers_text()} are {self._arithmetic()}; "
+            f"{', '.join([*left_out, 'attention'])} and the output layer are not in FP8"
+            f"{te if is_idle else ''}"
         )
+
+    def _layers_text(self) -> str:
+        """Which linear layers are in FP8."""
+        if self.precisions.chosen:
+            return "the linear layers that --te-precision-config-file gives it"
+        layers, num_layers = self.precisions.layers, self._stages[0].config.num_layers
+        return f"linear layers of layers {layers.start} to {layers.stop - 1} of {num_layers}"
+
+    def _arithmetic(self) -> str:
+        """How products are computed."""
+        if self._is_by_te:
+            return "computed by Transformer Engine"
+        if self.groups.device.type == "cpu":
+            return "rounded to FP8 and multiplied as float32 (the numbers of FP8, not its speed)"
+        kinds = {describe_arithmetic(c.recipe, self.groups.device) for c in self.precisions.recipes}
+        return " or ".join(sorted(kinds))
 
     @property
     def is_steady(self) -> bool:
@@ -241,22 +334,30 @@ class Fp8Feature(TrainingFeature):
 
     # Checkpoints.
 
-    def saved_objects(self, names: Sequence[str]) -> dict[str, bytes]:
-        """This rank's states as ready items, by their name in a checkpoint that has `names`.
-
-        `names` of tensors or of extra states show whether layers are stacked there. Of the ranks
-        that have the same layers one returns them, the others nothing.
+    def saved_objects(self, tensors: Sequence[GlobalTensor]) -> dict[str, bytes]:
+        """This rank's states as ready items, by their name in a checkpoint that has `tensors`,
+        whose names show whether layers and experts are stacked there. Of the ranks that have the
+        same layers one returns them, the others nothing.
         """
-        histories = self.histories
-        if histories is None or self.groups.tp.rank or self.groups.replicas.rank:
+        histories, groups = self.histories, self.groups
+        if histories is None:
             return {}
-        is_stacked = any(_STACKED.match(split_state(name)[2]) for name in names)
-        out = {}
-        for i, name in enumerate(self.names):
-            arrays = {n: t.numpy() for n, t in histories.state(i).items()}
-            item = encode_object(to_tree(self._extra_state(arrays)))
-            out[_object_name(name, self.num_layers, is_stacked)] = item
+        naming, out = StateNaming.of(tensors), {}
+        for member in self._delayed_members:
+            same = (groups.tp, groups.replicas)
+            if member.expert is not None:
+                same = (groups.etp, groups.expert_dp)
+            if any(group.rank for group in same):
+                continue
+            for i, site in enumerate(member.sites):
+                arrays = {n: t.numpy() for n, t in histories.state(member.first + i).items()}
+                item = encode_object(to_tree(self._extra_state(arrays, member.settings)))
+                out[naming.name(site)] = item
         return out
+
+    @property
+    def _delayed_members(self) -> list[_Member]:
+        return [m for m in self._members if m.settings.recipe == "delayed"]
 
     def load_objects(self, catalogue: Catalogue) -> int:
         """Take the states of a checkpoint of any layout; returns how many there were.
@@ -269,40 +370,46 @@ class Fp8Feature(TrainingFeature):
         """
         if self.histories is None:
             return 0
-        object_names, number = {}, 0
-        for name in catalogue.objects:
-            if (module := _parse_object_name(name)) is not None:
-                object_names[module] = name
-        for i, module in enumerate(self.names):
-            if module not in object_names:
-                continue
-            stored = catalogue.objects[object_names[module]]
-            file = catalogue.path(stored.extent[0]) if stored.extent else catalogue.root
-            state = decode(read_object(catalogue, stored), file=file)
-            if state is None or not state.is_delayed:
-                continue
-            if state.num_gemms != 1:
-                raise MappingError(
-                    f"its FP8 state is that of {state.num_gemms} products", file=file, tensor=module
+        object_names = {
+            replace(site, module=site.module.removeprefix(MEGATRON_PREFIX)): name
+            for name in catalogue.objects
+            if (site := parse_site(name)) is not None
+        }
+        number = 0
+        for member in self._delayed_members:
+            for i, site in enumerate(member.sites):
+                if site not in object_names:
+                    continue
+                stored = catalogue.objects[object_names[site]]
+                file = catalogue.path(stored.extent[0]) if stored.extent else catalogue.root
+                state = decode(read_object(catalogue, stored), file=file)
+                if state is None or not state.is_delayed:
+                    continue
+                if state.num_gemms != 1:
+                    raise MappingError(
+                        f"its FP8 state is that of {state.num_gemms} products",
+                        file=file,
+                        tensor=site.module,
+                    )
+                state = resize_history(state, member.settings.amax_history_len)
+                self.histories.load(
+                    member.first + i,
+                    {n: torch.from_numpy(np.array(a)) for n, a in state.tensors.items()},
                 )
-            state = resize_history(state, self.settings.amax_history_len)
-            self.histories.load(
-                i, {n: torch.from_numpy(np.array(a)) for n, a in state.tensors.items()}
-            )
-            number += 1
+                number += 1
         return number
 
-    def _extra_state(self, arrays: Mapping[str, np.ndarray]) -> ExtraState:
+    def _extra_state(self, arrays: Mapping[str, np.ndarray], settings: Fp8Config) -> ExtraState:
         """A module's state as releases 2.x of Transformer Engine have it."""
-        forward, backward = self.settings.largest
+        forward, backward = settings.largest
         rule = ScalingRule(
             max_fwd=forward,
             max_bwd=backward,
-            margin=self.settings.margin,
-            algorithm=self.settings.amax_compute_algo,
+            margin=settings.margin,
+            algorithm=settings.amax_compute_algo,
         )
         facts = {
-            "recipe": make_delayed_recipe(rule, self.settings.amax_history_len),
+            "recipe": make_delayed_recipe(rule, settings.amax_history_len),
             EXTRA_VARIABLES: {
                 "fp8_checkpoint": True,
                 "fp8_max_fwd": forward,
@@ -313,90 +420,85 @@ class Fp8Feature(TrainingFeature):
         return ExtraState(tensors=dict(arrays), facts=facts, release=2)
 
 
-def make_fp8_config(settings: TrainConfig) -> Fp8Config | None:
-    """The FP8 recipe that options ask for; None if they do not.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
-    if settings.fp8_recipe is None:
-        return None
-    return Fp8Config(
-        recipe=settings.fp8_recipe,
-        format=settings.fp8_format,
-        amax_history_len=settings.fp8_amax_history_len,
-        amax_compute_algo=settings.fp8_amax_compute_algo,
-        margin=settings.fp8_margin,
-        start_in_bf16=settings.num_layers_at_start_in_bf16,
-        end_in_bf16=settings.num_layers_at_end_in_bf16,
-    )
-
-
 def _fp16_error() -> UsageError:
     return UsageError("FP8 and fp16 exclude each other", hint="train in bf16 or fp32 with FP8")
 
 
-def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
-    """The layers of a model that are computed in FP8.
-
-    Raises:
-        UsageError: there are none.
-    """
-    layers = range(settings.start_in_bf16, num_layers - settings.end_in_bf16)
-    if not layers:
-        raise UsageError(
-            f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without FP8, "
-            f"and the model has {num_layers}",
-            hint="lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16",
-        )
-    return layers
+def describe_arithmetic(recipe: Recipe, device: torch.device) -> str:
+    """How the dense products of a recipe are computed on a device."""
+    block = {"blockwise": (1, BLOCK), "mxfp8": (1, MX_BLOCK)}.get(recipe, (0, 0))
+    data = torch.empty(0, 0, dtype=torch.float8_e4m3fn, device=device)
+    operand = Quantized(data=data, scale_inv=torch.empty((), device=device), block=block)
+    if dense_arithmetic(operand, operand) == "fp8":
+        return "multiplied in FP8 by torch"
+    return "rounded to FP8 and multiplied as bfloat16 (the numbers of FP8, not its speed)"
 
 
-def check_te_shapes(settings: Fp8Config, config: ModelConfig, tp: int) -> None:
+def check_te_shapes(precisions: ModulePrecisions, config: ModelConfig, tp: int) -> None:
     """Check that weights have shapes that Transformer Engine supports in FP8.
 
     Raises:
         UsageError: a rank's part of a weight has a shape that does not fit the recipe.
         LayoutError: tp does not divide it.
     """
-    fp8_layers, multiple = (
-        select_fp8_layers(settings, config.num_layers),
-        required_multiple(settings.recipe),
-    )
     (model,) = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
-    for n in fp8_layers:
+    for n in model.stage.layers:
         for name, module in _linears(model.decoder.layers[str(n)]):
+            fp8 = precisions.of(f"decoder.layers.{n}.{name}")
+            if fp8 is None or isinstance(module, ExpertLinear):
+                continue
             out, inner = module.weight.shape
-            is_column = isinstance(module, ColumnLinear)
-            shape = (out // tp, inner) if is_column else (out, inner // tp)
-            check_sides(shape, multiple, f"decoder.layers.{n}.{name}")
+            shape = out, inner
+            if isinstance(module, ColumnLinear):
+                shape = out // tp, inner
+            elif isinstance(module, RowLinear):
+                shape = out, inner // tp
+            check_sides(shape, required_multiple(fp8.recipe), f"decoder.layers.{n}.{name}")
 
 
-def _linears(layer: nn.Module) -> list[tuple[str, ColumnLinear | RowLinear]]:
-    return [
-        (name, module)
-        for name, module in layer.named_modules()
-        if isinstance(module, ColumnLinear | RowLinear)
+def mark_fp8_weights(
+    settings: TrainConfig, source: CheckpointSource, stages: Sequence[Decoder]
+) -> None:
+    """Mark the weights of stages, which may be without memory, that --fp8-param-gather keeps as FP8
+    alone."""
+    precisions = choose_precisions(settings, source) if settings.fp8_param_gather else None
+    if precisions is None:
+        return
+    for stage in stages:
+        for n in stage.stage.layers:
+            for name, module in _linears(stage.decoder.layers[str(n)]):
+                config = precisions.of(f"decoder.layers.{n}.{name}")
+                if config is not None:
+                    _mark(module, config)
+
+
+def _mark(module: Fp8Linear, config: Fp8Config) -> None:
+    """Mark a weight that can be FP8 alone: MXFP8 needs two roundings of it."""
+    if config.recipe != "mxfp8":
+        block = (BLOCK, BLOCK) if config.recipe == "blockwise" else (0, 0)
+        mark_for_gather(module.weight, block)
+
+
+def describe_precisions(settings: TrainConfig, source: CheckpointSource) -> dict[str, str]:
+    """The precision of all modules that can be in FP8, by module and layers; empty without a
+    recipe that chooses it.
+
+    Raises:
+        RecipeError: the recipe is not valid.
+    """
+    if settings.te_precision_config_file is None:
+        return {}
+    precisions = choose_precisions(settings, source)
+    config = replace(source.config, num_mtp_layers=0)
+    (model,) = build_stages(config, ProcessGroups.alone("meta"))
+    names = [
+        f"decoder.layers.{n}.{name}"
+        for n in model.stage.layers
+        for name, _ in _linears(model.decoder.layers[str(n)])
     ]
+    return {} if precisions is None else dict(summarize_precisions(names, precisions))
 
 
-def _product(scaling: Fp8Scaling) -> Callable[[Tensor, Tensor], Tensor]:
-    return partial(fp8_product, scaling=scaling)
-
-
-def _object_name(module: str, num_layers: int, is_stacked: bool) -> str:
-    """Megatron's name of a module's extra state."""
-    match = _LAYER.fullmatch(module)
-    if match is None or not is_stacked:
-        return f"{module}._extra_state/shard_0_1"
-    return f"{match[1]}{match[3]}._extra_state/shard_{match[2]}_{num_layers}"
-
-
-def _parse_object_name(name: str) -> str | None:
-    """The module, with its layer, of an extra state's name; None for other objects."""
-    match = _STATE.fullmatch(name)
-    if match is None:
-        return None
-    module = split_state(match[1])[2]
-    stacked = _STACKED.fullmatch(module)
-    return module if stacked is None else f"{stacked[1]}{match[2]}.{stacked[2]}"
+def _linears(layer: nn.Module) -> list[tuple[str, Fp8Linear]]:
+    kinds = ColumnLinear | RowLinear | DownLinear | ExpertLinear
+    return [(name, module) for name, module in layer.named_modules() if isinstance(module, kinds)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -159,6 +159,11 @@ class MoeLoadBalancingFeature(TrainingFeature):
         for _, balance in self._routers:
             balance.begin(factor)
 
+    def forget_passes(self) -> None:
+        """See `TrainingFeature.forget_passes`."""
+        for _, balance in self._routers:
+            balance.reset()
+
     @torch.no_grad()
     def end_step(self) -> dict[str, float]:
         """Update the bias; returns `aux_loss` (or `seq_aux_loss`) and `z_loss` without
@@ -176,7 +181,7 @@ class MoeLoadBalancingFeature(TrainingFeature):
         sums = all_sum(sums, groups.world)
         extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=groups.device)
         if self._routers:
-            loads = torch.stack([cast(Tensor, b.load_E) for _, b in self._routers]).double()
+            loads = torch.stack([b.load_E for _, b in self._routers]).double()
             loads = all_sum(all_sum(loads, groups.tp), groups.replicas)
             shares = loads / loads.mean(1, keepdim=True).clamp(min=1)
             extremes = torch.stack((shares.max(), -shares.min()))

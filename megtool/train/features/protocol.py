@@ -17,6 +17,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Objective
 from megtool.reshard.source import CheckpointSource
+from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.config import TrainConfig
 
@@ -130,6 +131,9 @@ class TrainingFeature:
     def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
         """Prepare for the passes of a step."""
 
+    def forget_passes(self) -> None:
+        """Forget what the passes of this step have counted: they ran to be captured as a graph."""
+
     def end_step(self) -> Mapping[str, float]:
         """Finish a step of the optimizer; returns what the log adds to its line."""
         return {}
@@ -140,8 +144,8 @@ class TrainingFeature:
         """Fields of Megatron's args that describe the feature."""
         return {}
 
-    def saved_objects(self, names: Sequence[str]) -> Mapping[str, bytes]:
-        """Objects that this rank adds to a checkpoint whose tensors have `names`."""
+    def saved_objects(self, tensors: Sequence[GlobalTensor]) -> Mapping[str, bytes]:
+        """Objects that this rank adds to a checkpoint that stores `tensors`."""
         return {}
 
     def load_objects(self, catalogue: Catalogue) -> int:

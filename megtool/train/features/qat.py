@@ -82,7 +82,6 @@ class QatFeature(TrainingFeature):
                     stage,
                     all_sites,
                     self._qparams,
-                    weights=True,
                     dtype=str(stage.dtype).removeprefix("torch."),
                 ),
             )

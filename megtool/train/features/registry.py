@@ -16,6 +16,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Objective
 from megtool.reshard.source import CheckpointSource
+from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.config import TrainConfig
 from megtool.train.features.distillation import DistillationFeature
@@ -144,6 +145,11 @@ class TrainingFeatures:
         for feature in self.features:
             feature.begin_step(labels_BS, loss_scale)
 
+    def forget_passes(self) -> None:
+        """See `TrainingFeature.forget_passes`."""
+        for feature in self.features:
+            feature.forget_passes()
+
     def end_step(self) -> dict[str, float]:
         """See `TrainingFeature.end_step`."""
         out: dict[str, float] = {}
@@ -158,11 +164,11 @@ class TrainingFeatures:
             out |= feature.megatron_args()
         return out
 
-    def saved_objects(self, names: Sequence[str]) -> dict[str, bytes]:
+    def saved_objects(self, tensors: Sequence[GlobalTensor]) -> dict[str, bytes]:
         """See `TrainingFeature.saved_objects`."""
         out: dict[str, bytes] = {}
         for feature in self.features:
-            out |= feature.saved_objects(names)
+            out |= feature.saved_objects(tensors)
         return out
 
     def load_objects(self, catalogue: Catalogue) -> None:

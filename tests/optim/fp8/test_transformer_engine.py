@@ -18,10 +18,10 @@ from megtool.kernels.dispatch import use
 from megtool.kernels.te_linear import check_sides
 from megtool.kernels.transformer_engine import INSTALL
 from megtool.optim.fp8.config import Fp8Config, Recipe
-from megtool.optim.fp8.scaling import make_scalings
 from megtool.optim.fp8.transformer_engine import make_te_recipe, required_multiple
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.fp8 import Fp8Feature, check_te_shapes
+from megtool.train.features.module_precision import uniform_precisions
 from tests.support.worlds.optimizer_layouts import MODELS, whole
 
 CLASSES: tuple[tuple[Recipe, str], ...] = (
@@ -89,14 +89,6 @@ def test_a_missing_package_is_named_before_anything_is_changed() -> None:
     assert "run" not in vars(stage)
 
 
-def test_mxfp8_is_transformer_engines_alone() -> None:
-    with pytest.raises(UsageError, match="mxfp8") as caught:
-        make_scalings(1, Fp8Config(recipe="mxfp8"), "cpu")
-    assert "--kernels te" in str(caught.value)
-    with pytest.raises(UsageError, match="mxfp8"):
-        Fp8Feature([whole("tied")], Fp8Config(recipe="mxfp8"), ProcessGroups.alone())
-
-
 def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:
     check_sides((64, 32), 32)
     with pytest.raises(UsageError, match="48 x 32"):
@@ -105,5 +97,5 @@ def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:
     settings = Fp8Config(recipe="mxfp8", start_in_bf16=1)
     assert required_multiple("mxfp8") == 32
     with pytest.raises(UsageError, match="multiples of 32") as caught:
-        check_te_shapes(settings, config, 1)
+        check_te_shapes(uniform_precisions(settings, config.num_layers), config, 1)
     assert "decoder.layers.1.self_attention.linear_qkv" in str(caught.value)

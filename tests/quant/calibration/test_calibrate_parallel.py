@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.calibration_file import CalibrationFile
+from megtool.quant.calibration.layer_runner import GraphedLayer
 from megtool.quant.calibration.statistics import ActivationStatistics
 from tests.support.models import family_models
-from tests.support.quant.calibrated import case, on_rank, random_moe
+from tests.support.quant.calibrated import case, on_rank, random_moe, tokens
 from tests.support.worlds.gloo_world import run_world
 
 
@@ -63,6 +66,42 @@ def test_a_dense_model(
     treatments = CalibrationFile.load(tmp_path / "a").qparams.weights
     for name, t in wanted.qparams.weights.items():
         assert treatments[name].input_amax == pytest.approx(t.input_amax, rel=1e-5)
+
+
+def on_rank_with_graphs(
+    rank: int, size: int, folder: Path, layout: dict[str, int]
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Statistics without and with graphs, and how many layers were replayed. For `run_world`."""
+    groups = ProcessGroups.start(ParallelConfig(**layout))
+    replays, call = 0, GraphedLayer.__call__
+
+    def count(self: GraphedLayer, *args: Any) -> Any:
+        nonlocal replays
+        before = self._layers.num_replays
+        out = call(self, *args)
+        replays += self._layers.num_replays - before
+        return out
+
+    GraphedLayer.__call__ = count  # type: ignore[method-assign]
+    try:
+        made = case(folder, batches=tokens(128, rows=1, count=9, width=8))
+        found = [
+            made.run(groups=groups, resident=True, emulate_graphs=graphs).statistics
+            for graphs in (False, True)
+        ]
+        return found[0], found[1], replays
+    finally:
+        GraphedLayer.__call__ = call  # type: ignore[method-assign]
+        groups.stop()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+def test_layers_are_graphs_on_every_rank(llama: Path, layout: dict[str, int]) -> None:
+    """By the rehearsal, which adds rows as a GPU does (squares in float32); sums over tp ranks
+    included."""
+    for plain, graphed, replays in run_world(on_rank_with_graphs, 2, llama, layout):
+        same(graphed, plain, exact=False)
+        assert replays >= 9
 
 
 @pytest.mark.parametrize(

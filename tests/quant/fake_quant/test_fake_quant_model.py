@@ -22,7 +22,7 @@ from megtool.inference.windows import TokenDocument
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel, StoredQuantization
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.qparams import QParams
 from tests.support.errors import raises
@@ -65,13 +65,27 @@ def in_transformers(folder: Path, settlement: QParams) -> Tensor:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, t in settlement.weights.items():
+
+    def linear_of(name: str) -> nn.Linear:
         if name == "head":
-            linear = model.lm_head
-        else:
-            _, layer, _, last = name.split(".")
-            linear = model.model.layers[int(layer)].get_submodule(HF[last])
-        linear.weight.data = fake_weight(linear.weight.data, t, as_run=True)
+            return model.lm_head
+        _, layer, _, last = name.split(".")
+        return model.model.layers[int(layer)].get_submodule(HF[last])
+
+    amaxes = {
+        n: float(linear_of(n).weight.detach().abs().max() if t.amax is None else t.amax.max())
+        for n, t in settlement.weights.items()
+    }
+    for name, t in settlement.weights.items():
+        linear = linear_of(name)
+        weight = fake_weight(linear.weight.data, t, as_run=True)
+        parent, _, last = name.rpartition(".")
+        siblings = next((f for f in ("qkv", ("gate", "up")) if last in f), (last,))
+        largest = max(amaxes.get(f"{parent}.{s}", amaxes[name]) for s in siblings)
+        if t.format.algo == "FP8" and largest > amaxes[name]:  # engines give all of them one scale
+            codes = (weight / (largest / 448)).clamp(-448, 448).to(torch.float8_e4m3fn)
+            weight = codes.float() * (largest / 448)
+        linear.weight.data = weight
         linear.register_forward_pre_hook(lambda _, args, t=t: (fake_input(args[0], t),))
     with torch.no_grad():
         out: Tensor = model(TOKENS).logits
@@ -84,7 +98,7 @@ def test_as_transformers_with_each_linear_on_its_own(llama: Path, algo: str) -> 
     settlement = make_qparams(modules, points, lambda name: algo, smooth=algo in ALGOS[2:4])
     decoder = load(source, dtype="float32")
     before = logits(decoder)
-    with FakeQuantModel(decoder, points, settlement, weights=True):
+    with FakeQuantModel(decoder, points, settlement):
         during = logits(decoder)
     want = in_transformers(llama, settlement)
     # A number next to a tie may round to the other side.
@@ -104,9 +118,9 @@ def test_weights_on_demand_are_rounded_when_they_come(
         load(source, dtype="float32", stream_layers=True),
     )
     before = logits(demanded)
-    with FakeQuantModel(resident, points, settlement, weights=True):
+    with FakeQuantModel(resident, points, settlement):
         want = logits(resident)
-    simulation = FakeQuantModel(demanded, points, settlement, weights=True)
+    simulation = FakeQuantModel(demanded, points, settlement)
     with simulation:
         assert torch.equal(logits(demanded), want)
         assert torch.equal(logits(demanded), want)
@@ -133,7 +147,7 @@ def test_one_layer_in_memory_and_out_again(llama: Path) -> None:
     x_TH, frame = torch.randn(48, 128), decoder.frame(Batch(tokens_BS=TOKENS))
     with torch.inference_mode():
         plain = decoder.decoder.layers["1"](x_TH, frame)
-        with FakeQuantModel(decoder, points, settlement, weights=True):
+        with FakeQuantModel(decoder, points, settlement):
             rounded = decoder.decoder.layers["1"](x_TH, frame)
             assert decoder.get_parameter(name) is not own
         assert decoder.get_parameter(name) is own
@@ -145,7 +159,8 @@ def test_one_layer_in_memory_and_out_again(llama: Path) -> None:
 def test_experts_each_by_its_own_scale(moe: Path) -> None:
     """As if every expert were computed alone."""
     source, modules, points = open_model_source(moe)
-    algo = {0: "FP8", 1: "NVFP4", 2: "W4A16_AWQ", 3: "FP8"}
+    rows_alone = "FP8_PER_CHANNEL_PER_TOKEN"
+    algo = {0: rows_alone, 1: "NVFP4", 2: "W4A16_AWQ", 3: rows_alone}
 
     def of(name: str) -> str:
         return algo[int(name.split(".")[4])] if ".experts." in name and "layers.2." in name else ""
@@ -163,7 +178,7 @@ def test_experts_each_by_its_own_scale(moe: Path) -> None:
         own = linear.get_parameter("weight")[e].chunk(2)
         weight = torch.cat([fake_weight(w, p) for w, p in zip(own, pair, strict=True)])
         want.append(fake_input(part, t) @ weight.T)
-    with FakeQuantModel(decoder, points, settlement, weights=True), torch.inference_mode():
+    with FakeQuantModel(decoder, points, settlement), torch.inference_mode():
         got = linear(rows, counts_E)
     torch.testing.assert_close(got, torch.cat(want))
 
@@ -178,7 +193,7 @@ def test_folded_factors_are_in_the_norms_already(llama: Path) -> None:
     x = torch.randn(5, 128)
     q, o = (settlement.weights[f"layers.0.attn.{n}"] for n in "qo")
     assert (q.stores_pre_quant_scale, o.stores_pre_quant_scale) == (False, True)
-    with FakeQuantModel(decoder, points, settlement, weights=False):
+    with FakeQuantModel(decoder, points, StoredQuantization.of(settlement, {})):
         assert torch.equal(qkv.tap(x), fake_input(x, replace(q, smoothing_scale=None)))
         assert torch.equal(proj.tap(x), fake_input(x, o))
     assert (qkv.tap, proj.tap) == (None, None)
@@ -189,7 +204,7 @@ def test_caches_are_rounded(llama: Path) -> None:
     decoder = load(source, dtype="float32")
     plain = logits(decoder)
     settlement = make_qparams(modules, points, lambda name: "", cache="NVFP4")
-    with FakeQuantModel(decoder, points, settlement, weights=False):
+    with FakeQuantModel(decoder, points, StoredQuantization.of(settlement, {})):
         rounded = logits(decoder)
     assert 1e-4 < (rounded - plain).norm() / plain.norm() < 0.2
 
@@ -200,7 +215,7 @@ def test_siblings_that_differ(llama: Path) -> None:
         modules, points, lambda name: "" if name.endswith("attn.k") else "FP8"
     )
     with raises(UsageError, "attn.q", "layers.0.attn.k"):
-        FakeQuantModel(load(source), points, settlement, weights=False)
+        FakeQuantModel(load(source), points, StoredQuantization.of(settlement, {}))
 
 
 def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
@@ -212,7 +227,7 @@ def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
         source, modules, points = open_model_source(Path(folder))
         settlement = make_qparams(modules, points, lambda name: algo, smooth=True, cache="FP8")
         decoder = load(source, groups=groups, dtype="float32", stream_layers=not moe)
-        with FakeQuantModel(decoder, points, settlement, weights=True):
+        with FakeQuantModel(decoder, points, settlement):
             return logits(decoder).numpy()
     finally:
         groups.stop()
@@ -226,7 +241,7 @@ def test_two_ranks_compute_the_same(model: str, algo: str, request: pytest.Fixtu
     source, modules, points = open_model_source(folder)
     settlement = make_qparams(modules, points, lambda name: algo, smooth=True, cache="FP8")
     decoder = load(source, dtype="float32")
-    with FakeQuantModel(decoder, points, settlement, weights=True):
+    with FakeQuantModel(decoder, points, settlement):
         want = logits(decoder)
     for got in run_world(on_rank, 2, str(folder), algo):
         error = (torch.from_numpy(got) - want).norm() / want.norm()
@@ -240,7 +255,7 @@ def test_quality(llama: Path) -> None:
     found = []
     for algo in ("FP8", "NVFP4"):
         settlement = make_qparams(modules, points, lambda name, algo=algo: algo)
-        with FakeQuantModel(after, points, settlement, weights=True):
+        with FakeQuantModel(after, points, settlement):
             forwards = Forward(before), Forward(after)
             found.append(compare(*forwards, documents, window=16, stride=16))
     same = compare(Forward(before), Forward(after), documents, window=16, stride=16)
@@ -256,7 +271,7 @@ def test_nothing_is_left_behind_by_a_failure(llama: Path) -> None:
     decoder = load(source, dtype="float32")
     settlement = make_qparams(modules, points, lambda name: "FP8")
     own = dict(decoder.named_parameters())
-    with pytest.raises(RuntimeError), FakeQuantModel(decoder, points, settlement, weights=True):
+    with pytest.raises(RuntimeError), FakeQuantModel(decoder, points, settlement):
         raise RuntimeError
     assert all(own[n] is p for n, p in decoder.named_parameters())
     assert all(getattr(m, "tap", None) is None for m in decoder.modules())
@@ -272,8 +287,8 @@ def test_on_a_gpu(model: str, request: pytest.FixtureRequest) -> None:
     here = load(source, dtype="float32")
     there = load(source, dtype="float32", groups=ProcessGroups.alone("cuda"))
     with (
-        FakeQuantModel(here, points, settlement, weights=True),
-        FakeQuantModel(there, points, settlement, weights=True),
+        FakeQuantModel(here, points, settlement),
+        FakeQuantModel(there, points, settlement),
         torch.inference_mode(),
     ):
         got = there(Batch(tokens_BS=TOKENS.cuda())).cpu()

@@ -20,12 +20,18 @@ from megtool.number_formats.scales import modelopt_block, modelopt_exponent, mod
 from megtool.number_formats.small_floats import E2M1, E4M3
 from megtool.quant.fake_quant import fake_quantize
 from megtool.quant.fake_quant.fake_quantize import (
-    fake_cache,
     fake_weight,
     rounded_input,
 )
+from megtool.quant.fake_quant.input_rounding import CacheRounding
 from megtool.quant.qparams import KVCacheQParams, WeightQParams
-from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat, packing_of
+from megtool.quant.recipes.formats import (
+    ENGINE_INPUTS,
+    FORMATS,
+    INPUT_PACKINGS,
+    RecipeFormat,
+    packing_of,
+)
 from tests.support.quant.fake_inputs import fake_input
 
 torch.set_num_threads(1)
@@ -245,7 +251,7 @@ def test_many_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_inputs_as_they_are() -> None:
     x = torch.randn(3, 32)
-    for algo in set(FORMATS) - set(INPUT_PACKINGS):
+    for algo in set(FORMATS) - set(ENGINE_INPUTS):
         assert fake_input(x, treated(algo)) is x
 
 
@@ -301,7 +307,7 @@ def test_caches() -> None:
     fp8 = KVCacheQParams(
         module="kv", format=RecipeFormat(name="c", kv_algo="FP8"), key_amax=2.0, value_amax=9.0
     )
-    k, v = fake_cache(key, value, fp8)
+    k, v = CacheRounding.of(fp8).hook(key, value)
     assert k.abs().max() == 2.0  # what is beyond is cut
     for found, x, amax in ((k, key, 2.0), (v, value, 9.0)):
         want = (x * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (amax / 448)
@@ -310,13 +316,13 @@ def test_caches() -> None:
     nvfp4 = KVCacheQParams(
         module="kv", format=RecipeFormat(name="c", kv_algo="NVFP4"), key_amax=4.0, value_amax=4.0
     )
-    k, _ = fake_cache(key.bfloat16(), value.bfloat16(), nvfp4)
+    k, _ = CacheRounding.of(nvfp4).hook(key.bfloat16(), value.bfloat16())
     assert k.dtype == torch.bfloat16
     assert k.shape == key.shape
     assert 0.05 < (k - key).norm() / key.norm() < 0.15
     with pytest.raises(CalibrationError, match="amax of the KV cache kv is unknown"):
-        fake_cache(
-            key, value, KVCacheQParams(module="kv", format=fp8.format, key_amax=0.0, value_amax=1.0)
+        CacheRounding.of(
+            KVCacheQParams(module="kv", format=fp8.format, key_amax=0.0, value_amax=1.0)
         )
 
 

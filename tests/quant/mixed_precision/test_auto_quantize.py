@@ -107,7 +107,7 @@ def true_loss(decided: ResolvedRecipe, batches: list[Batch]) -> Callable[[Format
             settled = solve_qparams(
                 points, statistics, by_name, decided.recipe, weights, config=decoder.config
             )
-        with FakeQuantModel(decoder, points, settled, weights=True), torch.inference_mode():
+        with FakeQuantModel(decoder, points, settled), torch.inference_mode():
             found = [decoder(b).flatten(0, 1) for b in batches]
         log_p, log_q = (torch.cat(x).double().log_softmax(-1) for x in (expected, found))
         return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())

@@ -12,10 +12,10 @@ from megtool import quantize
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.calibration.calibration_file import CalibrationFile
-from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel, StoredQuantization
 from megtool.quant.qparams import QParams
 from tests.support.models import tiny_text
-from tests.support.quant.loaded import open_model_source, randomize
+from tests.support.quant.loaded import open_model_source, randomize, stored_quantization
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
 SIZES = {
@@ -35,11 +35,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return randomize(tiny_text.save(folder, dtype="bfloat16", **SIZES))
 
 
-def simulated(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:
+def simulated(folder: Path, quantization: QParams | StoredQuantization) -> Tensor:
     source, _, points = open_model_source(folder)
     decoder = load(source, dtype="float32")
     with (
-        FakeQuantModel(decoder, points, settlement, weights=weights, dtype="bfloat16"),
+        FakeQuantModel(decoder, points, quantization, dtype="bfloat16"),
         torch.inference_mode(),
     ):
         return decoder(Batch(tokens_BS=TOKENS))
@@ -62,7 +62,7 @@ def test_as_simulated(llama: Path, tmp_path: Path, recipe: str) -> None:
         device="cpu",
     )
     settlement = CalibrationFile.load(kept).qparams
-    want = simulated(llama, settlement, weights=True)
-    got = simulated(out, settlement, weights=False)
+    want = simulated(llama, settlement)
+    got = simulated(out, stored_quantization(out, settlement))
     error = float((got - want).norm() / want.norm())
     assert error < 2e-5, error

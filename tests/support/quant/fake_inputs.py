@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megtool.quant.fake_quant.fake_quantize import input_scale, needs_scale, rounded_input
 from megtool.quant.qparams import WeightQParams
-from megtool.quant.recipes.formats import INPUT_PACKINGS
+from megtool.quant.recipes.formats import ENGINE_INPUTS
 
 
 def fake_input(
@@ -27,7 +27,7 @@ def fake_input(
     (`smoothing_scale` replaces it). `largest` merges amaxes `[T, 1]` of rows of which other ranks
     have more columns.
     """
-    kind = INPUT_PACKINGS.get(qparams.format.algo)
+    kind = ENGINE_INPUTS.get(qparams.format.algo)
     if kind is None:
         return x_TI
     if smoothing_scale is None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megtool.model.batch import Batch
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.sensitivities import Sensitivities
+from megtool.quant.fake_quant.fake_quant_model import StoredQuantization
 from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
@@ -36,6 +37,18 @@ def randomize(folder: Path, seed: int = 0) -> Path:
     }
     save_file(tensors, path, metadata={"format": "pt"})
     return folder
+
+
+def stored_quantization(folder: Path, qparams: QParams) -> StoredQuantization:
+    """What a folder that was written with these parameters stores for running it."""
+    source, modules, _ = open_model_source(folder)
+    tensors = load_file(folder / "model.safetensors")
+    scales = {
+        m.name: float(tensors[source.placement_of(f"{m.name}.weight").stored + "_scale"])
+        for m in modules
+        if (t := qparams.weights.get(m.name)) is not None and t.format.algo == "FP8"
+    }
+    return StoredQuantization.of(qparams, scales)
 
 
 def open_model_source(

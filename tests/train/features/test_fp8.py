@@ -15,6 +15,7 @@ import torch
 from megtool import reshard
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.megatron_metadata import read_object
+from megtool.dtypes import dtype
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -22,10 +23,11 @@ from megtool.model.recompute import recompute
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fp8.config import Fp8Config, Recipe
-from megtool.optim.fp8.fp8_param_gather import gathered_fp8_weight
+from megtool.optim.fp8.fp8_weights import find_fp8_weight
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
 from megtool.reshard.open_source import open_source
+from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.features.fp8 import Fp8Feature
 from tests.support.models import tiny_llama
@@ -33,7 +35,7 @@ from tests.support.runs.train_runs import Trained
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import data, named, stages_of, start, whole
 
-RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
+RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
 STEPS = 30
 
 
@@ -118,7 +120,7 @@ def gathers(rank: int, size: int, recipe: Recipe) -> None:
     assert got != want
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_parameters_may_be_gathered_in_fp8(recipe: Recipe) -> None:
     run_world(gathers, 2, recipe)
 
@@ -168,11 +170,16 @@ def test_first_and_last_layers_stay_as_they_are() -> None:
     assert torch.equal(stages[0](batch), whole("deep")(batch))
 
 
-def test_experts_are_named_as_left_out() -> None:
+def test_experts_are_in_fp8() -> None:
     fp8 = Fp8Feature([whole("experts")], Fp8Config(), ProcessGroups.alone())
-    assert "experts" in fp8.describe()
-    assert not any(".experts." in name for name in fp8.names)
+    assert any(name.endswith("mlp.experts.experts.linear_fc1") for name in fp8.names)
     assert any("shared_experts" in name for name in fp8.names)
+    assert not any("router" in name for name in fp8.names)
+    dense = [n for n in fp8.names if ".experts.experts." not in n]
+    histories = fp8.histories
+    assert histories is not None
+    experts = len(fp8.names) - len(dense)
+    assert len(histories.is_fresh) == len(dense) + experts * 8  # a history for each of 8 experts
 
 
 def test_it_says_that_transformer_engine_is_there_and_not_used(
@@ -210,8 +217,7 @@ class Fp8Run(Trained):
 
     def keep(self, folder: Path) -> None:
         with self.saver(folder) as saver:
-            names = [t.name for t in saver.template.tensors]
-            extras = SaveMetadata(objects=self.fp8.saved_objects(names))
+            extras = SaveMetadata(objects=self.fp8.saved_objects(saver.template.tensors))
             saver.save(self.num_steps, self.stages, self.optimizer, extras)
 
     def scales(self) -> dict[str, torch.Tensor]:
@@ -276,17 +282,21 @@ def test_a_history_of_another_length_goes_on(tmp_path: Path) -> None:
     assert fresh.fp8.load_objects(fresh.source.catalogue) == 0
 
 
+def stored(name: str, *lead: int) -> GlobalTensor:
+    return GlobalTensor(name=name, shape=(*lead, 8, 8), dtype=dtype("bfloat16"))
+
+
 def test_other_recipes_have_no_state(tmp_path: Path) -> None:
     for recipe in RECIPES[1:]:
         fp8 = Fp8Feature([whole("tied")], Fp8Config(recipe=recipe), ProcessGroups.alone())
-        assert fp8.saved_objects(["decoder.layers.mlp.linear_fc1.weight"]) == {}
+        assert fp8.saved_objects([stored("decoder.layers.mlp.linear_fc1.weight", 2)]) == {}
         fp8.end_step()
 
 
 def test_names_of_states_follow_the_names_of_tensors() -> None:
     fp8 = Fp8Feature([whole("tied")], Fp8Config(amax_history_len=2), ProcessGroups.alone())
-    stacked = fp8.saved_objects(["decoder.layers.mlp.linear_fc1.weight"])
-    single = fp8.saved_objects(["decoder.layers.0.mlp.linear_fc1.weight"])
+    stacked = fp8.saved_objects([stored("decoder.layers.mlp.linear_fc1.weight", 2)])
+    single = fp8.saved_objects([stored("decoder.layers.0.mlp.linear_fc1.weight")])
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in stacked
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in single
     assert len(stacked) == len(single) == len(fp8.names)
@@ -303,6 +313,6 @@ def test_weights_that_were_gathered_are_what_is_multiplied() -> None:
     stages[0].loss(Batch(tokens_BS=tokens_BS), labels_BS)[0].backward()
     made.finish((labels_BS != -100).sum())
     assert made.step(1e-2, 0.0).ok
-    held = {n: gathered_fp8_weight(p) for n, p in named(stages)}
+    held = {n: find_fp8_weight(p) for n, p in named(stages)}
     is_linear = {n: ".linear_" in n and n.endswith(".weight") for n in held}
     assert all((value is not None) == is_linear[n] for n, value in held.items())

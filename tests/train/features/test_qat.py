@@ -88,7 +88,7 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
     quantization = QatFeature([decoder], points, settlement)
     with quantization.around_passes(0, None):
         loss, found = gradients(decoder)
-    with torch.no_grad(), FakeQuantModel(decoder, points, quantization._qparams, weights=True):
+    with torch.no_grad(), FakeQuantModel(decoder, points, quantization._qparams):
         expected, _ = decoder.loss(Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1))
     assert loss == float(expected)
     assert loss != plain
@@ -115,7 +115,7 @@ def test_training_takes_back_what_rounding_costs(llama) -> None:
     quantization = QatFeature([decoder], points, settlement)
 
     def mean_loss(*, rounded: bool = True) -> float:
-        simulation = FakeQuantModel(decoder, points, settlement, weights=True)
+        simulation = FakeQuantModel(decoder, points, settlement)
         with torch.no_grad(), simulation if rounded else nullcontext():
             pairs = [noisy_text(seed) for seed in range(10_000, 10_004)]
             losses = [float(decoder.loss(Batch(tokens_BS=t), w)[0]) / w.numel() for t, w in pairs]

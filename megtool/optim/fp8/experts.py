@@ -1,0 +1,328 @@
+"""The products of experts with FP8 operands, forward and backward.
+
+Every expert has scales of its own, as in Transformer Engine's GroupedLinear: of its weight, of the
+rows that it is given and of their gradients. Rows are laid out so that each expert's begin at a
+multiple of what blocks and FP8 products need; the layout has a fixed size, and nothing waits for
+counts on the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megtool.kernels.dispatch import requested_implementation, use
+from megtool.kernels.fp8 import (
+    DTYPES,
+    LARGEST,
+    Kind,
+    Quantized,
+    quantize_blocks,
+    scale_from_amax,
+)
+from megtool.kernels.fp8_products import multiply_groups, multiply_rows
+from megtool.kernels.grouped_gemm import add_expert_bias
+from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
+from megtool.optim.fp8.amax_history import AmaxHistories
+from megtool.optim.fp8.config import Fp8Config
+from megtool.optim.fp8.fp8_weights import find_fp8_weight
+from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, Operand
+
+_ALIGNMENT = 16  # rows of an expert, for FP8 products on CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Where each of R rows sorted by expert is in a layout of P rows: experts begin at multiples.
+
+    `ids_P` is the expert of each row of the layout (E: of none), and experts end at `ends_E`.
+    """
+
+    places_R: Tensor
+    ids_P: Tensor
+    ends_E: Tensor
+
+    @classmethod
+    def of(cls, counts_E: Tensor, num_rows: int, multiple: int) -> ExpertRows:
+        """The layout of `counts_E` rows of each expert, `num_rows` in all."""
+        device, experts = counts_E.device, counts_E.shape[0]
+        stops_E = counts_E.cumsum(0)
+        ids_R = torch.searchsorted(stops_E, torch.arange(num_rows, device=device), right=True)
+        if multiple == 1:
+            places_R = torch.arange(num_rows, device=device)
+            return cls(places_R, ids_R, stops_E.to(torch.int32))
+        # An expert without rows has filler, so that every sum over rows has some.
+        padded_E = ((counts_E + multiple - 1) // multiple).clamp_min(1) * multiple
+        ends_E = padded_E.cumsum(0)
+        shift_E = (ends_E - padded_E) - (stops_E - counts_E)
+        places_R = torch.arange(num_rows, device=device) + shift_E[ids_R]
+        total = (-(-num_rows // multiple) + experts) * multiple
+        ids_P = torch.full((total,), experts, dtype=ids_R.dtype, device=device)
+        return cls(places_R, ids_P.index_copy(0, places_R, ids_R), ends_E.to(torch.int32))
+
+    def spread(self, rows_RI: Tensor) -> Tensor:
+        """Rows in the layout, zeros between experts."""
+        if self.ids_P.shape[0] == rows_RI.shape[0]:
+            return rows_RI
+        out = rows_RI.new_zeros(self.ids_P.shape[0], rows_RI.shape[1])
+        return out.index_copy_(0, self.places_R, rows_RI)
+
+    def collect(self, rows_PI: Tensor) -> Tensor:
+        """The rows of a layout alone."""
+        if self.ids_P.shape[0] == self.places_R.shape[0]:
+            return rows_PI
+        return rows_PI.index_select(0, self.places_R)
+
+    def amaxes(self, rows_PI: Tensor, experts: int) -> Tensor:
+        """The largest magnitude of each expert's rows, fp32 [E]; 0 where it has none."""
+        sizes = rows_PI.abs().amax(1).float() if rows_PI.numel() else rows_PI.new_zeros(0)
+        out = torch.zeros(experts + 1, device=rows_PI.device)
+        return out.scatter_reduce_(0, self.ids_P, sizes.float(), "amax")[:experts]
+
+
+class ExpertScaling(ABC):
+    """Casts the tensors of the same linear layer of all experts of a rank to FP8.
+
+    `multiple` is what each expert's rows begin at; the other arguments are as in `Fp8Scaling`.
+    """
+
+    multiple = 1
+
+    @abstractmethod
+    def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
+        """The operand of rows in a layout."""
+
+    @abstractmethod
+    def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
+        """The operand of the weights."""
+
+    @abstractmethod
+    def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
+        """The operand of the outputs' gradient."""
+
+
+class TensorwiseExperts(ExpertScaling):
+    """One scale for each expert's rows, weight and gradient: by their own amax."""
+
+    def __init__(self, settings: Fp8Config, experts: int, device: torch.device | str) -> None:
+        self.settings, self.experts = settings, experts
+        self.multiple = _ALIGNMENT if torch.device(device).type == "cuda" else 1
+
+    def scales(
+        self, amaxes_E: Tensor, direction: str, column: int, kind: Kind, *, is_training: bool
+    ) -> Tensor:
+        """The scale of each expert, fp32 [E]."""
+        return scale_from_amax(amaxes_E, kind)
+
+    def note_weights(self, amaxes_E: Tensor, *, is_training: bool) -> None:
+        """Note the magnitudes of weights that are FP8 already."""
+
+    def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
+        """See `ExpertScaling.input`."""
+        return self._rows(x_PI, rows, "fwd", INPUT, self.settings.forward, is_training=is_training)
+
+    def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
+        """See `ExpertScaling.gradient`."""
+        kind = self.settings.backward
+        return self._rows(g_PO, rows, "bwd", GRAD_OUTPUT, kind, is_training=True)
+
+    def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
+        """See `ExpertScaling.weight`."""
+        kind, fp8_weight = self.settings.forward, find_fp8_weight(w_EOI)
+        if fp8_weight is not None:
+            self.note_weights(fp8_weight.amax, is_training=is_training)
+            q = fp8_weight.values
+            turned = Quantized(data=q.data.transpose(1, 2), scale_inv=q.scale_inv)
+            return Operand(rows=q, columns=turned)
+        scale_E = self.scales(
+            w_EOI.abs().amax((1, 2)).float(), "fwd", WEIGHT, kind, is_training=is_training
+        )
+        scale_E11 = scale_E.view(-1, 1, 1)
+        data = _saturated(w_EOI, scale_E11, kind)
+        scale_inv = scale_E11.reciprocal()
+        return Operand(
+            rows=Quantized(data=data, scale_inv=scale_inv),
+            columns=Quantized(data=data.transpose(1, 2), scale_inv=scale_inv),
+        )
+
+    def _rows(
+        self,
+        x_PI: Tensor,
+        rows: ExpertRows,
+        direction: str,
+        column: int,
+        kind: Kind,
+        *,
+        is_training: bool,
+    ) -> Operand:
+        amaxes_E = rows.amaxes(x_PI, self.experts)
+        scale_E = self.scales(amaxes_E, direction, column, kind, is_training=is_training)
+        scale_P1 = torch.cat((scale_E, scale_E.new_ones(1)))[rows.ids_P].unsqueeze(1)
+        data, scale_inv = _saturated(x_PI, scale_P1, kind), scale_P1.reciprocal()
+        return Operand(
+            rows=Quantized(data=data, scale_inv=scale_inv),
+            columns=Quantized(data=data.t(), scale_inv=scale_inv.t()),
+        )
+
+
+class DelayedExperts(TensorwiseExperts):
+    """One scale for each expert's tensors from earlier steps; see `DelayedScaling`.
+
+    An expert that no step of the history has given rows is scaled by the amax of its own.
+    """
+
+    def __init__(
+        self,
+        histories: AmaxHistories,
+        modules: range,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(histories.settings, len(modules), device)
+        self.histories, self.modules = histories, slice(modules.start, modules.stop)
+
+    def scales(
+        self, amaxes_E: Tensor, direction: str, column: int, kind: Kind, *, is_training: bool
+    ) -> Tensor:
+        """See `TensorwiseExperts.scales`."""
+        histories, modules = self.histories, self.modules
+        current_E = scale_from_amax(amaxes_E, kind, margin=self.settings.margin)
+        known_E = histories.is_known[direction][modules, column]
+        # A copy, since what is saved for backward must not change at the end of the step.
+        scale_E = torch.where(known_E, histories.scale[direction][modules, column], current_E)
+        if is_training:
+            histories.record(modules, direction, column, amaxes_E)
+        return scale_E
+
+    def note_weights(self, amaxes_E: Tensor, *, is_training: bool) -> None:
+        """See `TensorwiseExperts.note_weights`."""
+        if is_training:
+            self.histories.record(self.modules, "fwd", WEIGHT, amaxes_E)
+
+
+class BlockwiseExperts(ExpertScaling):
+    """Powers of two for blocks along the summed dim: see `BlockwiseScaling` and `MxScaling`."""
+
+    def __init__(self, settings: Fp8Config) -> None:
+        self.settings = settings
+        self.multiple = MX_BLOCK if settings.recipe == "mxfp8" else BLOCK
+
+    def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
+        """See `ExpertScaling.input`."""
+        return self._both_ways(x_PI, self.settings.forward)
+
+    def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
+        """See `ExpertScaling.gradient`."""
+        return self._both_ways(g_PO, self.settings.backward)
+
+    def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
+        """See `ExpertScaling.weight`."""
+        if self.multiple == MX_BLOCK:
+            return self._both_ways(w_EOI, self.settings.forward)
+        block, fp8_weight = (BLOCK, BLOCK), find_fp8_weight(w_EOI)
+        if fp8_weight is not None:
+            q = fp8_weight.values
+        else:
+            q = quantize_blocks(w_EOI, self.settings.forward, block=block, power_of_two=True)
+        scale_inv = q.scale_inv.transpose(1, 2)
+        turned = Quantized(data=q.data.transpose(1, 2), scale_inv=scale_inv, block=block)
+        return Operand(rows=q, columns=turned)
+
+    def _both_ways(self, x: Tensor, kind: Kind) -> Operand:
+        rows, columns = (
+            quantize_blocks(y, kind, block=(1, self.multiple), power_of_two=True)
+            for y in (x, x.transpose(-1, -2))
+        )
+        return Operand(rows=rows, columns=columns)
+
+
+def expert_product(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, scaling: ExpertScaling
+) -> Tensor:
+    """`x W[e]^T` for rows sorted by expert, in x's dtype, from FP8 operands, and both gradients."""
+    args = (rows_RI, weight_EOI, counts_E, scaling, torch.is_grad_enabled())
+    out: Tensor = _ExpertProduct.apply(*args)  # type: ignore[no-untyped-call]
+    return out
+
+
+def expert_linear(
+    rows_RI: Tensor,
+    weight_EOI: Tensor,
+    counts_E: Tensor,
+    bias_EO: Tensor | None,
+    *,
+    scaling: ExpertScaling,
+) -> Tensor:
+    """`expert_product`, and each expert's bias."""
+    y_RO = expert_product(rows_RI, weight_EOI, counts_E, scaling)
+    return y_RO if bias_EO is None else add_expert_bias(y_RO, counts_E, bias_EO)
+
+
+class _ExpertProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_RI: Tensor,
+        weight_EOI: Tensor,
+        counts_E: Tensor,
+        scaling: ExpertScaling,
+        is_training: bool,
+    ) -> Tensor:
+        layout = ExpertRows.of(counts_E, rows_RI.shape[0], scaling.multiple)
+        rows = scaling.input(layout.spread(rows_RI), layout, is_training=is_training)
+        weight = scaling.weight(weight_EOI, is_training=is_training)
+        wants_rows, wants_weight = ctx.needs_input_grad[:2]
+        saved: list[Tensor | None] = [None] * 4
+        if wants_rows:
+            saved[:2] = weight.columns.data, weight.columns.scale_inv
+        if wants_weight:
+            saved[2:] = rows.columns.data, rows.columns.scale_inv
+        ctx.save_for_backward(*saved, layout.places_R, layout.ids_P, layout.ends_E)
+        ctx.blocks = weight.columns.block, rows.columns.block
+        ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_EOI.dtype, requested_implementation()
+        ends_E, dtype = layout.ends_E, rows_RI.dtype
+        return layout.collect(multiply_groups(rows.rows, weight.rows, ends_E, dtype, fast=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        weight, weight_scale, rows, rows_scale, places_R, ids_P, ends_E = ctx.saved_tensors
+        of_weight, of_rows = ctx.blocks
+        layout = ExpertRows(places_R, ids_P, ends_E)
+        with use(ctx.asked):
+            grad = ctx.scaling.gradient(layout.spread(g_RO.contiguous()), layout)
+        g_rows_RI = g_weight_EOI = None
+        if weight is not None:
+            q = Quantized(data=weight, scale_inv=weight_scale, block=of_weight)
+            g_rows_RI = layout.collect(multiply_groups(grad.rows, q, ends_E, g_RO.dtype))
+        if rows is not None:
+            q = Quantized(data=rows, scale_inv=rows_scale, block=of_rows)
+            g_weight_EOI = multiply_rows(grad.columns, q, ends_E, ctx.dtype)
+        return g_rows_RI, g_weight_EOI, None, None, None
+
+
+def _saturated(x: Tensor, scale: Tensor, kind: Kind) -> Tensor:
+    """Values times scales that broadcast to them, rounded to FP8."""
+    largest = LARGEST[kind]
+    return (x.float() * scale).clamp(-largest, largest).to(DTYPES[kind])
+
+
+def make_expert_scaling(
+    settings: Fp8Config,
+    experts: int,
+    device: torch.device | str,
+    *,
+    histories: AmaxHistories | None = None,
+    first: int = 0,
+) -> ExpertScaling:
+    """The scaling of a linear layer of a rank's experts, which are modules `first` and on of
+    `histories` with the recipe `delayed`."""
+    if histories is not None:
+        return DelayedExperts(histories, range(first, first + experts), device)
+    if settings.recipe == "tensorwise":
+        return TensorwiseExperts(settings, experts, device)
+    return BlockwiseExperts(settings)
