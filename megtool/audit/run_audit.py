@@ -21,8 +21,8 @@ from megtool.audit.step_checks import RunHistory, check_steps, stands_still, upd
 _LAYER = re.compile(r"(?:^|[./])(?:layers?|h|blocks?|blk)[./](\d+)[./]")
 _EXPERT = re.compile(r"(experts\.(?:experts\.|local_experts\.)?)\d+\.")
 
-WINDOW = 3
-"""Earlier saves whose sketches are kept."""
+MIN_WINDOW, MAX_WINDOW, WINDOW_BYTES = 3, 16, 32 << 20
+"""Earlier saves whose sketches are kept: at least so many, and at most so many while they fit."""
 
 _EXACT, _MIN_SHARE = 0.02, 0.02
 _ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
@@ -73,7 +73,7 @@ class RunAudit:
     _before: SaveFacts | None = None
     _history: RunHistory = field(default_factory=RunHistory)
     _digests: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    _window: deque[_KeptSketches] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _window: deque[_KeptSketches] = field(default_factory=lambda: deque(maxlen=MAX_WINDOW))
 
     def add(self, save: SaveFacts) -> list[AuditFinding]:
         """Check a save, alone and with those before it; returns what is new."""
@@ -139,6 +139,11 @@ class RunAudit:
                 steps=(*(w.step for w in usable), save.step),
             )
         self._window.append(sketches)
+        while (
+            len(self._window) > MIN_WINDOW
+            and sum(w.vector.nbytes for w in self._window) > WINDOW_BYTES
+        ):
+            self._window.popleft()
 
 
 def _same_states(before: SaveFacts | None, save: SaveFacts) -> bool:

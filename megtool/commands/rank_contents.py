@@ -22,12 +22,15 @@ from megtool.tensors.sharded import GlobalTensor
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.")
+_NUM_LARGEST, _MANY_RANKS = 4, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContents:
     """What ranks of one position hold: bytes of tensors (each counted at one rank of its replicas),
-    the number of tensors, and the layers as ranges. `num_ranks` share the position."""
+    the number of tensors, and the layers as ranges. `num_ranks` share the position. `largest` are
+    the tensors with the most bytes there; a single one if there are more than a thousand positions.
+    """
 
     pp: int
     tp: int
@@ -37,6 +40,7 @@ class RankContents:
     num_tensors: int
     layers: str
     expert_bytes: int
+    largest: tuple[tuple[str, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The contents as plain data."""
@@ -68,8 +72,14 @@ def list_rank_contents(source: CheckpointSource) -> tuple[RankContents, ...]:
     count = parallel.pp * parallel.ep * width
     num_bytes = np.bincount(cell, sizes, count).astype(np.int64)
     expert_bytes = np.bincount(cell, sizes * is_expert, count).astype(np.int64)
-    cells = np.unique(np.stack([cell, shards.tensor.astype(np.int64)]), axis=1)[0]
+    keys = cell * len(tensors) + shards.tensor.astype(np.int64)
+    pairs, pair = np.unique(keys, return_inverse=True)
+    cells, members = np.divmod(pairs, len(tensors))
     num_tensors = np.bincount(cells, minlength=count)
+    pair_bytes = np.bincount(pair, sizes, len(pairs)).astype(np.int64)
+    order = np.lexsort((-pair_bytes, cells))
+    first = np.cumsum(num_tensors) - num_tensors
+    shown = _NUM_LARGEST if count <= _MANY_RANKS else 1
     layers: list[list[str]] = [[] for _ in range(count)]
     for number, layer in np.unique(np.stack([cell, layer_of]), axis=1).T.tolist():
         if layer >= 0:
@@ -84,6 +94,10 @@ def list_rank_contents(source: CheckpointSource) -> tuple[RankContents, ...]:
             num_tensors=int(num_tensors[n]),
             layers=number_span(layers[n]).strip("{}") if layers[n] else "",
             expert_bytes=int(expert_bytes[n]),
+            largest=tuple(
+                (tensors[int(members[i])].name, int(pair_bytes[i]))
+                for i in order[first[n] : first[n] + min(shown, num_tensors[n])].tolist()
+            ),
         )
         for n in range(count)
     )

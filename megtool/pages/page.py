@@ -10,7 +10,7 @@ from megtool.reports import Report, Row
 
 Tone = Literal["", "good", "warning", "error"]
 
-MAX_TABLE_ROWS = 20_000
+MAX_TABLE_ROWS = 100_000
 """Rows of a table on a page, so that a page stays small; the JSON of the command has all."""
 
 MAX_BOXES = 1_200

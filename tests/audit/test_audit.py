@@ -206,6 +206,31 @@ def test_an_expert_that_dies(tmp_path: Path) -> None:
     assert "experts.2" in finding.tensor
 
 
+def walk(run: Path, steps: int, *, mean_of: range | None = None) -> None:
+    """Saves whose weights walk at random; the last may be the mean of others."""
+    torch.manual_seed(5)
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(32, 32) for i in range(3)}
+    seen = []
+    for step in range(1, steps + 1):
+        weights = {n: w + 0.01 * torch.randn_like(w) for n, w in weights.items()}
+        seen.append(weights)
+        if mean_of is not None and step == steps:
+            chosen = [seen[s - 1] for s in mean_of]
+            weights = {n: sum(w[n] for w in chosen) / len(chosen) for n in weights}
+        folder = run / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        save_file(weights, folder / "model.safetensors")
+
+
+def test_an_average_of_many_saves(tmp_path: Path) -> None:
+    walk(tmp_path / "walk", 12)
+    assert audit(tmp_path / "walk").findings == ()
+    walk(tmp_path / "run", 9, mean_of=range(3, 9))
+    (finding,) = audit(tmp_path / "run").findings
+    assert (finding.id, finding.step) == ("averaged-save", 9)
+    assert "17% of step 3 + 17% of step 4" in finding.message
+
+
 def test_idle_experts_and_frozen_weights_are_healthy(tmp_path: Path) -> None:
     torch.manual_seed(0)
     frozen = torch.randn(8, 8)
@@ -299,15 +324,18 @@ def test_a_run_that_goes_on_is_watched(
     assert any("step 6, nan-or-inf" in r.message for r in caplog.records)
 
 
-def test_memory_does_not_grow_with_the_saves(healthy: Path, tmp_path: Path) -> None:
-    from megtool.audit.run_audit import WINDOW, RunAudit
+def test_memory_does_not_grow_with_the_saves(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megtool.audit.run_audit import MIN_WINDOW, RunAudit
     from megtool.audit.save_scan import ScanSettings, scan_save
 
+    monkeypatch.setattr("megtool.audit.run_audit.WINDOW_BYTES", 1)
     state = RunAudit()
     saves = read_run(healthy).saves
     for save in saves:
         state.add(scan_save(save, ScanSettings(threads=1)))
-    assert len(state._window) == WINDOW < len(saves)
+    assert len(state._window) == MIN_WINDOW < len(saves)
     assert all(not s.tensors for s in state.saves)
 
 

@@ -216,6 +216,11 @@ def test_ranks_and_modules_share_out_all_bytes(hf: Path, megatron: Path) -> None
         (1, 1, "2-3"),
     ]
     assert sum(r.num_bytes for r in report.ranks) == report.num_bytes
+    for rank in report.ranks:
+        sizes = [n for _, n in rank.largest]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(sizes) == 4
+        assert sum(sizes) < rank.num_bytes
     assert sum(report.modules.values()) == 2 * PARAMETERS == sum(inspect(hf).modules.values())
     assert inspect(hf).ranks == ()
 

@@ -207,6 +207,15 @@ def test_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     assert {"Learning rate", "Gradient norm", "Throughput", "Peak memory"} <= set(figures(page))
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for number, folder in enumerate(folders):
+        write_log(folder, float(number))
+    page = finetune_page(finetune_report(folders[0], (str(folders[1]),)))
+    assert list(page.data["curves"]) == ["a/run", "b/run"]
+    assert [t["name"] for t in figures(page)["Learning rate"].variants[""]] == ["a/run", "b/run"]
+
+
 def test_plans_have_pages(tmp_path: Path) -> None:
     plan = FinetunePlan(
         source="a", destination="b", format="hf", family="llama", resumes_from=None,

@@ -67,7 +67,7 @@ def finetune_page(report: FinetuneReport | FinetunePlan) -> Page:
     """
     if isinstance(report, FinetunePlan):
         return _plan_page(report)
-    runs = [_read_run(location(folder)) for folder in (report.destination, *report.against)]
+    runs = [*_read_runs([location(f) for f in (report.destination, *report.against)])]
     tiles = [PageTile(label="steps", value=f"{report.iteration:,} of {report.train_iters:,}")]
     if report.last_loss is not None:
         tiles.append(PageTile(label="loss", value=f"{report.last_loss:.4f}"))
@@ -92,8 +92,15 @@ def finetune_page(report: FinetuneReport | FinetunePlan) -> Page:
     )
 
 
-def _read_run(folder: Path) -> RunCurves:
-    return RunCurves(name=folder.name or str(folder), lines=read_log(folder / LOG_FILE))
+def _read_runs(folders: Sequence[Path]) -> Iterator[RunCurves]:
+    """The logs of runs, named by the ends of their paths that tell them apart."""
+    paths = list(dict.fromkeys(folders))
+    depth = 1
+    while depth < 32 and len({p.parts[-depth:] for p in paths}) < len(paths):
+        depth += 1
+    for path in paths:
+        name = "/".join(path.parts[-depth:]) or str(path)
+        yield RunCurves(name=name, lines=read_log(path / LOG_FILE))
 
 
 def _sections(report: FinetuneReport, runs: Sequence[RunCurves]) -> Iterator[PageSection]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megtool.commands.inspect import InspectReport, TensorLine
 from megtool.commands.rank_contents import RankContents
@@ -27,6 +28,9 @@ from megtool.pages.page import (
     PageTile,
 )
 from megtool.reports import count, shown
+
+MAX_HISTOGRAMS = 4_000
+"""Histograms on a page, of what is no expert first; the JSON of the command has all."""
 
 _STATISTICS = (
     ("spread", "std"),
@@ -55,8 +59,23 @@ def inspect_page(report: InspectReport) -> Page:
         tiles=tiles,
         facts=[*report.rows()],
         sections=[*_sections(report)],
-        data=report.to_json(),
+        data=_page_data(report),
     )
+
+
+def _page_data(report: InspectReport) -> dict[str, Any]:
+    """The report as JSON; of very many tensors without histograms, and numbers in five digits."""
+    data = report.to_json()
+    if len(report.tensors) > MAX_HISTOGRAMS:
+        data["tensors"] = [
+            {
+                key: float(f"{value:.5g}") if isinstance(value, float) else value
+                for key, value in line.items()
+                if key != "histogram"
+            }
+            for line in data["tensors"]
+        ]
+    return data
 
 
 def _sections(report: InspectReport) -> Iterator[PageSection]:
@@ -226,6 +245,7 @@ def _describe(r: RankContents) -> str:
         lines.append(f"layers {r.layers}")
     if r.expert_bytes:
         lines.append(f"experts {format_bytes(r.expert_bytes)}")
+    lines += [f"{format_bytes(n)} of {name}" for name, n in r.largest]
     return "\n".join(lines)
 
 
@@ -283,21 +303,30 @@ def _tensors(report: InspectReport) -> PageTable:
             PageColumn(name="NaN, Inf", kind="count"),
             PageColumn(name="histogram", kind="bins"),
         ]
+    note = ""
+    if report.tensors[0].statistics is not None:
+        note = "A click on a histogram shows it: the values by power of two."
+        if len(report.tensors) > MAX_HISTOGRAMS:
+            note += f" {MAX_HISTOGRAMS:,} tensors have theirs here, and all with --json."
+    drawn = _with_histograms(report)
     return PageTable(
         title="Tensors",
         columns=columns,
-        rows=[[*_cells(t)] for t in report.tensors],
-        note="A click on a histogram shows it: the values by power of two."
-        if report.tensors[0].statistics is not None
-        else "",
+        rows=[[*_cells(t, t.name in drawn)] for t in report.tensors],
+        note=note,
     )
 
 
-def _cells(t: TensorLine) -> Iterator[object]:
+def _with_histograms(report: InspectReport) -> set[str]:
+    names = sorted((t.name for t in report.tensors), key=lambda name: "experts." in name)
+    return set(names[:MAX_HISTOGRAMS])
+
+
+def _cells(t: TensorLine, has_histogram: bool) -> Iterator[object]:
     yield from (t.name, shown(t.shape), t.dtype, t.num_bytes, t.num_shards)
     if (s := t.statistics) is not None:
         for value in (s.mean, s.std, s.largest):
             yield None if value is None else float(f"{value:.5g}")
         yield s.zeros / max(s.count, 1)
         yield s.nan + s.inf
-        yield s.histogram
+        yield s.histogram if has_histogram else None
