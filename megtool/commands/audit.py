@@ -33,8 +33,8 @@ class AuditReport(Report):
     """What an audit has found.
 
     `saves` are the saves by step, `findings` what is wrong, in order of steps, `points` norms and
-    updates by step, role and layer. `read_bytes` of `total_bytes` were read. `tracked` is the step
-    that the run's tracker names.
+    updates by step, role and layer. `read_bytes` of `total_bytes` were read, in `seconds` without
+    the waiting of a watch. `tracked` is the step that the run's tracker names.
     """
 
     path: str
@@ -122,7 +122,6 @@ def audit(options: AuditOptions, *, progress: Progress = silent) -> AuditReport:
         UsageError: an option has no effect here.
     """
     check_effects(options)
-    start = time.monotonic()
     run = read_run(options.run)
     chosen = _steps(options, run)
     watch = _Watch(options, progress)
@@ -136,7 +135,7 @@ def audit(options: AuditOptions, *, progress: Progress = silent) -> AuditReport:
             watch.audit_ready(run, chosen, is_last=False)
     if options.watch is None or watch.is_done():
         watch.run_audit.finish(run)
-    return watch.report(run, time.monotonic() - start)
+    return watch.report(run)
 
 
 def _steps(options: AuditOptions, run: RunFolder) -> range | None:
@@ -161,6 +160,7 @@ class _Watch:
         self._audited: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._done = self._total = 0
+        self._seconds = 0.0
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -203,7 +203,9 @@ class _Watch:
             if self.stopped.is_set():
                 return
             self._total = self._done + sum(_size(s) for s in ready[ready.index(save) :])
+            start = time.monotonic()
             findings = self.run_audit.add(scan_save(save, settings))
+            self._seconds += time.monotonic() - start
             self._audited.add(save.step)
             if self.options.watch is not None:
                 _LOG.info("step %d: %s", save.step, several(len(findings), "finding"))
@@ -213,7 +215,7 @@ class _Watch:
             from megtool.commands.pages.audit_page import audit_page
             from megtool.pages.write import write_page
 
-            write_page(self.options.report, audit_page(self.report(run, 0.0)))
+            write_page(self.options.report, audit_page(self.report(run)))
 
     def _is_ready(self, run: RunFolder, save: RunSave) -> bool:
         """Whether a save is complete: a later one follows, the tracker names it or a later one, or,
@@ -230,7 +232,7 @@ class _Watch:
         self._done += num_bytes
         self.progress("audit", self._done, max(self._total, self._done))
 
-    def report(self, run: RunFolder, seconds: float) -> AuditReport:
+    def report(self, run: RunFolder) -> AuditReport:
         """What was found so far."""
         audit = self.run_audit
         notes = dict.fromkeys(f"step {s.step}: {note}" for s in audit.saves for note in s.notes)
@@ -242,7 +244,7 @@ class _Watch:
             points=tuple(audit.points),
             read_bytes=sum(s.read_bytes for s in audit.saves),
             total_bytes=sum(s.total_bytes for s in audit.saves),
-            seconds=seconds,
+            seconds=self._seconds,
             tracked=run.tracked,
             notes=tuple(notes),
         )

@@ -168,6 +168,22 @@ def test_ranks_of_two_iterations_in_one_save(healthy: Path, tmp_path: Path) -> N
     assert any("mp_rank_01" in f.tensor and "iteration 2" in f.message for f in findings)
 
 
+def test_files_of_ranks_that_are_missing_or_truncated(healthy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        reshard(iteration(healthy, step), tmp_path / "one", to="megatron", tp=2, overwrite=True)
+        run.mkdir(exist_ok=True)
+        shutil.move(tmp_path / "one" / f"iter_{step:07d}", iteration(run, step))
+    shutil.rmtree(iteration(run, 2) / "mp_rank_01")
+    path = next((iteration(run, 4) / "mp_rank_01").glob("*.pt"))
+    path.write_bytes(path.read_bytes()[:-100])
+    for quick in (False, True):
+        found = {(f.id, f.step): f.text() for f in audit(run, quick=quick).findings}
+        assert set(found) == {("missing-shard", 2), ("truncated-file", 4)}
+        assert "mp_rank_01" in found["missing-shard", 2]
+        assert path.name in found["truncated-file", 4]
+
+
 def test_fp8_scales_that_saturate(tmp_path: Path) -> None:
     ranks = fp8_trained.rank_files(tmp_path)
     run = tmp_path / "run"

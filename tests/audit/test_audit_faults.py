@@ -153,6 +153,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, int, str]] = {
         lambda run: (run / "latest_checkpointed_iteration.txt").write_text("6"),
         *("wrong-tracker", 6, "latest_checkpointed_iteration.txt"),
     ),
+    "an empty tracker": (
+        lambda run: (run / "latest_checkpointed_iteration.txt").write_text("\n"),
+        *("wrong-tracker", 8, "latest_checkpointed_iteration.txt"),
+    ),
     "a renamed save": (rename, "wrong-iteration", 9, ""),
     "NaN": (lambda run: change(run, 6, FC2, poison), "nan-or-inf", 6, "layers.0.mlp.linear_fc2"),
     "memory that was no tensor": (

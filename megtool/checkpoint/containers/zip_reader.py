@@ -108,8 +108,9 @@ class ZipArchive:
             ],
         )
 
-    def _error(self, message: str) -> FormatError:
-        return FormatError(f"it is not a torch.save container: {message}", file=self.file)
+    def _error(self, message: str, error_id: str | None = None) -> FormatError:
+        text = f"it is not a torch.save container: {message}"
+        return FormatError(text, file=self.file, error_id=error_id)
 
     def _read(self, position: int, size: int) -> bytes:
         if position < 0 or size < 0 or position + size > self.length:
@@ -133,7 +134,11 @@ class ZipArchive:
         position = len(tail) - _END.size
         sign, disk, disk_cd, on_disk, count, size, start, comment = _END.unpack_from(tail, position)
         if sign != b"PK\5\6" or comment or disk or disk_cd or on_disk != count:
-            raise self._error("no end record in its last 22 bytes (truncated, or bytes follow it)")
+            is_zip = self._read(0, 4) == b"PK\3\4"
+            raise self._error(
+                "no end record in its last 22 bytes (truncated, or bytes follow it)",
+                error_id="truncated-file" if is_zip else None,
+            )
         end = tail_at + position
         position -= _LOCATOR.size
         if position >= 0 and tail[position : position + 4] == b"PK\6\7":
