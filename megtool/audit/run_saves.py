@@ -125,7 +125,6 @@ def _read_tracker(files: Files, path: Path) -> tuple[str | None, int | None, str
         if text == RELEASE:
             return name, None, None
         step = int(text) if text.isascii() and text.isdecimal() else _step_of(text)
-        fault = f"{text[:40]!r} is no step" if text else "it is empty"
-        fault = fault if step is None else None
-        return name, step, fault
+        text = f"{text[:40]!r} is no step" if text else "it is empty"
+        return name, step, text if step is None else None
     return None, None, None
