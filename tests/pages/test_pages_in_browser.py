@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megtool.checkpoint.statistics import TensorStatistics
 from megtool.commands.inspect import InspectReport, TensorLine
 from megtool.commands.name_tree import NameFold
-from megtool.commands.pages.inspect_page import inspect_page
+from megtool.commands.pages.inspect_page import MAX_HISTOGRAMS, inspect_page
+from megtool.dtypes import dtype
+from megtool.pages.page import PageTable
 from megtool.pages.write import write_page
 from tests.support.browser import Browser
 from tests.support.pages import HOSTILE, make_page
@@ -135,18 +140,37 @@ def test_the_page_of_a_huge_model_stays_small_and_filters(browser: Browser, tmp_
     assert path.stat().st_size < MAX_BYTES
     browser.open(path)
     table = "#" + browser.run("return document.querySelector('input[type=search]').dataset.table")
-    browser.run(
-        "const i=document.querySelector('input[type=search]');"
-        "i.value='layers.60 experts.255 down'; i.dispatchEvent(new Event('input'))"
-    )
-    rows = browser.run(f"return [...document.querySelectorAll('{table} tbody tr')].map(r=>"
-                       "r.cells[0].textContent)")  # fmt: skip
-    assert rows == []  # beyond the rows that a page keeps, in the order of the report
-    browser.run(
-        "const i=document.querySelector('input[type=search]');"
-        "i.value='layers.9. experts.25.'; i.dispatchEvent(new Event('input'))"
-    )
-    rows = browser.run(f"return [...document.querySelectorAll('{table} tbody tr')].map(r=>"
-                       "r.cells[0].textContent)")  # fmt: skip
-    assert len(rows) == 3
+    for words, count in (("layers.60. experts.255. down", 1), ("layers.9. experts.25.", 3)):
+        browser.run(
+            "const i=document.querySelector('input[type=search]');"
+            "i.value=arguments[0]; i.dispatchEvent(new Event('input'))",
+            words,
+        )
+        found = browser.run(f"return document.querySelectorAll('{table} tbody tr').length")
+        assert found == count
     assert browser.logged() == []
+
+
+@pytest.mark.slow
+def test_the_page_of_a_huge_model_with_statistics_stays_small(tmp_path: Path) -> None:
+    report = moe_report()
+    generator = np.random.default_rng(0)
+    lines = []
+    for line in report.tensors:
+        statistics = TensorStatistics()
+        values = generator.standard_normal(256) * generator.uniform(0.8, 1.2)
+        statistics.add(values.astype("<f4"), dtype("float32"))
+        statistics.bins = statistics.bins * 57344 + generator.integers(0, 700, 512) * (
+            statistics.bins > 0
+        )
+        statistics.count = int(statistics.bins.sum())
+        lines.append(replace(line, statistics=statistics))
+    page = inspect_page(replace(report, tensors=tuple(lines)))
+    write_page(tmp_path / "moe.html", page)
+    assert (tmp_path / "moe.html").stat().st_size < MAX_BYTES
+    (table,) = (b for s in page.sections for b in s.blocks if b.title == "Tensors")
+    assert isinstance(table, PageTable)
+    drawn = [row[0] for row in table.rows if row[-1] is not None]
+    assert len(drawn) == MAX_HISTOGRAMS
+    assert "model.layers.60.self_attn.q_proj.weight" in drawn
+    assert "histogram" not in page.data["tensors"][0]

@@ -26,6 +26,7 @@ _TONES: dict[str, Tone] = {
     "different": "error",
 }
 _EXACT_DB = 120.0
+_NO_TENSORS = ("file", "object", "metadata")
 
 
 def verify_page(report: VerifyReport) -> Page:
@@ -52,7 +53,7 @@ def verify_page(report: VerifyReport) -> Page:
 
 
 def _sections(report: VerifyReport) -> Iterator[PageSection]:
-    if report.compared and report.differences:
+    if any(d.kind not in _NO_TENSORS for d in report.differences):
         yield PageSection(
             title="Where",
             text="A row is a kind of module, a column a layer. Pale cells are equal.",
@@ -76,7 +77,8 @@ def _where(report: VerifyReport) -> PageFigure:
     shares: dict[str, float | None] = dict.fromkeys(report.compared, 0.0)
     largest: dict[str, float | None] = dict.fromkeys(report.compared, 0.0)
     texts = {}
-    for d in report.differences:
+    differences = [d for d in report.differences if d.kind not in _NO_TENSORS]
+    for d in differences:
         if d.num_elements and d.num_differing is not None:
             shares[d.tensor] = d.num_differing / d.num_elements
             largest[d.tensor] = d.largest_abs
@@ -84,7 +86,7 @@ def _where(report: VerifyReport) -> PageFigure:
             shares[d.tensor] = 1.0
             largest.setdefault(d.tensor, None)
         texts[d.tensor] = d.text
-    tensors = {d.tensor for d in report.differences}
+    tensors = {d.tensor for d in differences}
     differs: dict[str, float | None] = {n: float(n in tensors) for n in (*shares, *tensors)}
     return heat_figure(
         "Differing elements",
