@@ -15,6 +15,7 @@ from megtool.cli.reference import render_api_stub, render_cli_reference
 from megtool.commands.api import VerbFunction
 from megtool.commands.verbs import VERBS, Verb
 from megtool.errors import UsageError
+from tests.support.models import tiny_llama
 
 PACKAGES = ("export", "lint", "reshard")
 
@@ -62,6 +63,18 @@ def test_importing_the_package_is_cheap() -> None:
         "import sys, megtool\n"
         "megtool.reshard\n"
         "assert not {'numpy', 'torch', 'typer', 'rich'} & sys.modules.keys()\n"
+    )
+
+
+def test_a_local_reshard_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    """Each takes milliseconds, of some 250 that a small reshard takes."""
+    source = tiny_llama.save(tmp_path / "hf")
+    unused = ("numpy.ma", "torch", "rich", "obstore", "megtool.pages.write", "socket", "subprocess")
+    unused += ("megtool.checkpoint.store_stage", "megtool.number_formats.kquants")
+    run_python(
+        "import sys, megtool\n"
+        f"megtool.reshard({str(source)!r}, {str(tmp_path / 'out')!r}, to='torch_dist', pp=2)\n"
+        f"assert not (loaded := set({unused!r}) & sys.modules.keys()), loaded\n"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.tensors.box import Ints
+from megtool.tensors.grouping import distinct
 
 MAX_NODES = 32
 """Files of each side that are counted alone; of more, neighbors are counted together."""
@@ -71,7 +72,7 @@ def sum_flows(plan: ReshardPlan) -> FileFlows:
 
 def _group(names: Sequence[str], used: Ints) -> tuple[Ints, list[str]]:
     """The group of each file that is used, and the names of groups."""
-    files = np.unique(used)
+    files = distinct(used)
     each = -(-len(files) // MAX_NODES) if len(files) else 1
     labels = []
     for start in range(0, len(files), each):

@@ -414,7 +414,8 @@ def _from_folder(folder: Path, place: str) -> Any:
             if not _is_refusal(e):
                 raise
             reason = e
-    message = " ".join(str(reason).split()).replace(str(folder), place)
+    text = f"there is no {reason}" if isinstance(reason, KeyError) else str(reason)
+    message = " ".join(text.split()).replace(str(folder), place)
     for package in ("sentencepiece", "tiktoken", "protobuf"):
         if package in message and not (folder / "tokenizer.json").is_file():
             raise MissingPackageError(

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError, MissingPackageError
-from megtool.number_formats.kquants import K_QUANTS, WEIGHED, encode_blocks
 
 _PREFIX = "gguf:"
 
@@ -54,6 +53,8 @@ def encode(
         FormatError: a value is NaN or infinite, or too large for the scales of this type; rows are
             no whole blocks; there is no encoder.
     """
+    from megtool.number_formats.kquants import K_QUANTS, WEIGHED, encode_blocks
+
     want = row_bytes(_PREFIX + kind, values.shape[1])
     if kind not in encodings():
         raise FormatError(
@@ -82,6 +83,8 @@ def encode(
 @functools.cache
 def encodings() -> tuple[str, ...]:
     """The types that `encode` makes, including plain ones."""
+    from megtool.number_formats.kquants import K_QUANTS
+
     quants, kinds = package().quants, package().GGMLQuantizationType
     result = []
     for name, (elements, _) in _blocks().items():
