@@ -99,7 +99,7 @@ def test_verbs_take_keywords(tmp_path: Path) -> None:
         (lambda: megtool.reshard("a", "b", "c"), TypeError, "2 positional"),
         (lambda: megtool.reshard("a", "b", source="c"), TypeError, "'source' twice"),
         (lambda: megtool.quantize("a", "b"), UsageError, "--recipe is missing"),
-        (lambda: megtool.generate("a", cp=2), UsageError, "there is no option 'cp'"),
+        (lambda: megtool.lint("a", cp=2), UsageError, "there is no option 'cp'"),
     ],
 )
 def test_wrong_calls_are_refused(call, kind: type[Exception], message: str) -> None:
