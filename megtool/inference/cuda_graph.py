@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megtool.errors import GraphRuleError
@@ -12,7 +14,7 @@ from megtool.inference.forward import Forward
 from megtool.kernels.cuda_graphs import CudaGraphs, Function
 from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache
+from megtool.model.cache import BlockTables, ContiguousCache, PagedCache
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,12 +33,12 @@ class ReplayedForward:
         self._graphs: CudaGraphs | None = graphs
         self.num_replays = 0
 
-    def __call__(self, tokens: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor) -> Any:
         """The function's result; a graph's own holds until the next call."""
         if self._graphs is not None:
             captured = len(self._graphs.captured)
             try:
-                result = self._graphs(tokens)
+                result = self._graphs(*inputs)
             except GraphRuleError as error:
                 if len(self._graphs.captured) > captured:
                     raise  # captured, and replayed otherwise: the results could be wrong
@@ -45,7 +47,7 @@ class ReplayedForward:
             else:
                 self.num_replays += 1
                 return result
-        return self._function(tokens)
+        return self._function(*inputs)
 
 
 class GraphedStep:
@@ -76,6 +78,55 @@ class GraphedStep:
         logits_BV: Tensor = self._replayed(tokens_B1)
         self._cache.length = length + 1  # a replay does not count, and a warm-up counts too often
         return logits_BV
+
+
+class GraphedBlockStep:
+    """One more token for some sequences of a paged cache.
+
+    There is a graph for each number of rows and of blocks in the longest row, both rounded up to
+    powers of two, so that there are few graphs. Rows are not added where the cache has states of
+    recurrent mixers. The added rows write to block 0, and keys in added blocks are masked.
+    """
+
+    def __init__(self, forward: Forward, cache: PagedCache) -> None:
+        self._forward, self._cache = forward, cache
+        graphs = graphed(self._step, forward.device, state=cache.states.tensors, copies=False)
+        self._replayed = ReplayedForward(self._step, graphs)
+
+    @property
+    def num_replays(self) -> int:
+        """Steps that were a graph's."""
+        return self._replayed.num_replays
+
+    def _step(
+        self, tokens_B1: Tensor, table_BM: Tensor, past_B: Tensor, states_B: Tensor
+    ) -> Tensor | None:
+        self._cache.tables = BlockTables(table_BM=table_BM, past_B=past_B, states_B=states_B)
+        try:
+            logits_BV = self._forward.last_logits(Batch(tokens_BS=tokens_B1), self._cache)
+        finally:
+            self._cache.tables = None
+        self._forward.decoder.rotary.forget()
+        return logits_BV
+
+    def __call__(self, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Logits [B, V] after a token of each sequence; they hold until the next call."""
+        self._cache.choose([(sequence, 1) for sequence in rows])
+        num_rows, longest = len(rows), max(len(self._cache.blocks[s]) for s in rows)
+        filled = num_rows if self._cache.states.tensors else _power_of_two(num_rows)
+        tables = self._cache.make_tables(num_rows=filled, num_blocks=_power_of_two(longest))
+        column = [[t] for t in tokens] + [[0]] * (filled - num_rows)
+        tokens_B1 = torch.tensor(column, device=self._forward.device)
+        logits_BV: Tensor = self._replayed(
+            tokens_B1, tables.table_BM, tables.past_B, tables.states_B
+        )
+        self._cache.advance()
+        return logits_BV[:num_rows]
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 class GraphedHidden:

@@ -253,6 +253,7 @@ def make_block_slots(
         num_pages=num_pages,
         prefill_tokens=options.prefill_tokens,
         shares_prefixes=options.shares_prefixes,
+        graphed=options.graphed,
     )
 
 

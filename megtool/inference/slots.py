@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.inference.batching import GenerateRequest, Reservation, Room, Running, left_padded
-from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep
+from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedBlockStep, GraphedStep
 from megtool.inference.forward import Forward
 from megtool.inference.log_probs import rank_prompt
 from megtool.inference.windows import pad_sources
@@ -118,9 +118,8 @@ class BlockSlots:
     Recurrent mixers keep states of whole sequences: there nothing is shared. Where a token turns by
     the length of its sequence (`Rotary.depends_on_length`), prompts are read whole, nothing is
     shared, and room for all of a sequence is taken when it enters, so that none is read again.
+    With `graphed`, steps are replayed as CUDA graphs where that is possible.
     """
-
-    num_graphed = 0  # shapes change as sequences grow
 
     def __init__(
         self,
@@ -130,6 +129,7 @@ class BlockSlots:
         num_pages: int,
         prefill_tokens: int = MOST_PREFILL_TOKENS,
         shares_prefixes: bool = True,
+        graphed: bool = False,
     ) -> None:
         self._forward = forward
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
@@ -142,6 +142,13 @@ class BlockSlots:
         self.shares_prefixes = shares_prefixes and self._cache.can_share and not is_whole
         self.num_running = 0
         self.num_shared = 0
+        can = graphed and forward.is_graphable
+        self._step = GraphedBlockStep(forward, self._cache) if can else None
+
+    @property
+    def num_graphed(self) -> int:
+        """Steps that were replays of a graph."""
+        return 0 if self._step is None else self._step.num_replays
 
     def check(self, request: GenerateRequest) -> None:
         """Refuse a request that needs more than the whole cache.
@@ -213,9 +220,14 @@ class BlockSlots:
 
     def step(self, rows: Sequence[Running]) -> Tensor | None:
         """One token for every running sequence."""
-        self._cache.choose([(r.number, 1) for r in rows])
-        tokens = torch.tensor([[r.tokens[-1]] for r in rows], device=self._forward.device)
-        logits_BV = self._forward.last_logits(Batch(tokens_BS=tokens), self._cache)
+        numbers, newest = [r.number for r in rows], [r.tokens[-1] for r in rows]
+        logits_BV: Tensor | None
+        if self._step is not None:
+            logits_BV = self._step(numbers, newest)
+        else:
+            self._cache.choose([(number, 1) for number in numbers])
+            tokens_B1 = torch.tensor(newest, device=self._forward.device)[:, None]
+            logits_BV = self._forward.last_logits(Batch(tokens_BS=tokens_B1), self._cache)
         self._note_read(rows, [1] * len(rows))
         return logits_BV
 

@@ -238,6 +238,7 @@ class Engine:
                 )
                 options = DecodingOptions(
                     num_slots=max_sequences,
+                    graphed=groups.device.type == "cuda",
                     speculative=speculative == "mtp",
                     prefill_tokens=prefill_tokens,
                     shares_prefixes=share_prefixes,

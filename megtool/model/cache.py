@@ -316,6 +316,19 @@ class ContiguousCache(KVCache):
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTables:
+    """Where the sequences of a pass of one token each are stored, as tensors on the device.
+
+    `table_BM`: the blocks of each row, 0 beyond its last; `past_B`: how many tokens are in them;
+    `states_B`: its row among the states of recurrent mixers.
+    """
+
+    table_BM: Tensor
+    past_B: Tensor
+    states_B: Tensor
+
+
 class PagedCache(KVCache):
     """Blocks of `block_size` slots, allocated as sequences grow and freed when they end.
 
@@ -326,6 +339,10 @@ class PagedCache(KVCache):
     of tp keep their heads, and those of cp every cp-th token each. Sequences may share the full
     blocks that they begin with (`enter`, `publish`), unless there are recurrent mixers,
     whose states are of a whole sequence.
+
+    While `tables` are set, a pass is of one token for each of their rows and reads nothing on the
+    host, so that a CUDA graph can record it. The caller calls `choose` before, and `advance` after
+    it has removed the tables.
     """
 
     def __init__(
@@ -374,8 +391,9 @@ class PagedCache(KVCache):
         self._rows: list[tuple[int, int]] = []
         self._is_revertible = False
         self._begins: dict[int, tuple[int, int]] = {}  # place in the last pass, and length before
-        self._write_T = torch.zeros(0, dtype=torch.int64, device=device)
-        self._read_BL = self._write_T[None]
+        self._empty = torch.zeros(0, dtype=torch.int64, device=device)
+        self._write_T, self._read_BL = self._empty, self._empty[None]
+        self.tables: BlockTables | None = None
 
     @property
     def can_share(self) -> bool:
@@ -461,6 +479,8 @@ class PagedCache(KVCache):
 
     def begin(self, batch: Batch) -> KeySpan:
         """Slots by the rows' block tables."""
+        if self.tables is not None:
+            return self._begin_by(self.tables, batch)
         rows, tokens = batch.shape
         if rows != len(self._rows):
             raise UsageError(
@@ -505,6 +525,45 @@ class PagedCache(KVCache):
             real_BS=None if self._is_full(tokens) else new_S < real_B[:, None],
             is_counted=batch.positions_BS is None,
             past_B=past_B,
+        )
+
+    def make_tables(self, *, num_rows: int, num_blocks: int) -> BlockTables:
+        """The tables of the chosen rows, padded to `num_rows` rows of `num_blocks` blocks.
+
+        A row of padding is an empty sequence in block 0. It has the state row 0, so only a cache
+        without states may be padded.
+        """
+        chosen = [s for s, _ in self._rows]
+        tables = [self.blocks[s] for s in chosen]
+        more = num_rows - len(chosen)
+        table = [[*t, *[0] * (num_blocks - len(t))] for t in tables] + [[0] * num_blocks] * more
+        lengths = [self.lengths[s] for s in chosen] + [0] * more
+        states = [self.state_rows[s] for s in chosen] + [0] * more
+        return BlockTables(
+            table_BM=torch.tensor(table, dtype=torch.int64, device=self.device),
+            past_B=torch.tensor(lengths, dtype=torch.int64, device=self.device),
+            states_B=torch.tensor(states, dtype=torch.int64, device=self.device),
+        )
+
+    def _begin_by(self, tables: BlockTables, batch: Batch) -> KeySpan:
+        """As `begin`, by tables alone."""
+        table_BM, size, device = tables.table_BM, self.block_size, self.device
+        slots_BL = (table_BM[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+        past_B1 = tables.past_B[:, None]
+        written = slots_BL.gather(1, past_B1)
+        self._write_T, self._read_BL = self._of_rank(written.flatten(), slots_BL)
+        self.states.choose_by(tables.states_B)
+        num_keys = slots_BL.shape[1]
+        for ratio in set(self.compressed.ratios.values()):
+            self.compressed.begin(ratio, self._window_slots(ratio, num_keys, table_BM))
+        return KeySpan(
+            num_keys=num_keys,
+            start=None,
+            queries_BS=past_B1,
+            positions_BS=past_B1 if batch.positions_BS is None else batch.positions_BS,
+            key_positions_BL=torch.arange(num_keys, device=device)[None],
+            is_counted=batch.positions_BS is None,
+            past_B=tables.past_B,
         )
 
     def _of_rank(self, written_T: Tensor, read_BL: Tensor) -> tuple[Tensor, Tensor]:
@@ -565,7 +624,10 @@ class PagedCache(KVCache):
         self.lengths.update(shorter)
 
     def advance(self) -> None:
-        """Every chosen sequence is longer by its real tokens."""
+        """Every chosen sequence is longer by its real tokens, unless `tables` are set."""
+        self._write_T, self._read_BL = self._empty, self._empty[None]  # a graph's do not last
+        if self.tables is not None:
+            return
         for sequence, real in self._rows:
             self.lengths[sequence] += real
         self._rows = []

@@ -135,6 +135,13 @@ class RecurrentStates:
         if self._states:
             self._rows_B = torch.tensor(rows, dtype=torch.int64, device=self._device)
 
+    def choose_by(self, rows_B: Tensor) -> None:
+        """As `choose`, by a tensor on the device; the pass cannot be reverted."""
+        self.is_revertible = False
+        self._steps.clear()
+        if self._states:
+            self._rows_B = rows_B
+
     def read(self, layer: int, name: StateName) -> Tensor:
         """The state of the chosen rows; it may be the storage, so it is not to be changed."""
         state = self._states[layer, name]

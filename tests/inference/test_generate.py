@@ -97,6 +97,16 @@ def test_steps_keep_the_rules_of_cuda_graphs(model: Any, theirs: list[list[int]]
     assert meter.num_graphed == meter.num_steps > 0
 
 
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_steps_over_blocks_keep_the_rules_of_cuda_graphs(
+    model: Any, theirs: list[list[int]], num_slots: int
+) -> None:
+    meter = Meter()
+    found = run(model, graphed=True, num_slots=num_slots, meter=meter)
+    assert [list(c.ids) for c in found] == theirs
+    assert meter.num_graphed == meter.num_steps > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_replayed_step_is_a_step(folder: Path, theirs: list[list[int]]) -> None:
@@ -104,8 +114,12 @@ def test_a_replayed_step_is_a_step(folder: Path, theirs: list[list[int]]) -> Non
     runnable = open_decoder(folder)
     with on_ranks(manner) as groups:
         model = load_forward(runnable, manner, groups, silent), runnable.tokenizer()
-        plain, graphed = run(model), run(model, graphed=True)
-    assert [c.ids for c in plain] == [c.ids for c in graphed]
+        for num_slots in (16, 3):  # all rows at once; over blocks, as rows come and go
+            meter = Meter()
+            plain = run(model, num_slots=num_slots)
+            graphed = run(model, graphed=True, num_slots=num_slots, meter=meter)
+            assert [c.ids for c in plain] == [c.ids for c in graphed]
+            assert meter.num_graphed == meter.num_steps > 0
 
 
 def test_a_seed_gives_the_same_text_whatever_the_batch(model: Any) -> None:

@@ -45,6 +45,9 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 HEADS = ("head_dim", "num_key_value_heads")
+WAYS = ((2, False, 99), (9, False, 99), (9, True, 99), (2, True, 99), (2, False, 4))
+"""How many at once, whether as graphs, and how many tokens of prompts in a pass."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma2Config": COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8},
     "GPT2Config": GPT2,
@@ -112,7 +115,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
     runnable = open_decoder(tmp_path)
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
-        for slots, graphed, chunk in ((2, False, 99), (9, False, 99), (9, True, 99), (2, False, 4)):
+        for slots, graphed, chunk in WAYS:
             found = generate(
                 forward,
                 requests,

@@ -278,7 +278,7 @@ def test_generation_is_transformers_token_for_token() -> None:
         wanted.append(whole[0, prompt.shape[1] :].tolist())
         ids = tuple(prompt[0].tolist())
         requests.append(GenerateRequest(number=number, prompt=ids, max_new_tokens=8))
-    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, False, 99), (3, False, 4)):
+    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4)):
         options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
         got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
         assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)

@@ -213,7 +213,7 @@ def test_generation_with_slots_is_transformers(pair: Pair) -> None:
         GenerateRequest(number=n, prompt=tuple(p[0].tolist()), max_new_tokens=8)
         for n, p in enumerate(prompts)
     ]
-    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, False, 99), (3, False, 4)):
+    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4)):
         options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
         got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
         assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)

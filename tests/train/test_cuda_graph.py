@@ -166,6 +166,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,13 +178,19 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["fp32", "balanced", "mxfp8", "delayed"],
 )
 def test_experts_have_the_same_bits(
-    experts: Path, tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    experts: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    device: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Dropless: routers decide how many rows each expert has, and graphs have room for any."""
-    plain = curve(experts, tmp_path / "plain", ProcessGroups.alone(), **options)
+    if device == "cuda" and "fp32" in options:
+        pytest.skip("torch's grouped product is of bfloat16 there")
+    plain = curve(experts, tmp_path / "plain", ProcessGroups.alone(device), **options)
     caplog.set_level("INFO", "megtool.train.cuda_graph")
     graphed = options | {"cuda_graph_impl": "local"}
-    assert curve(experts, tmp_path / "graphed", ProcessGroups.alone(), **graphed) == plain
+    assert curve(experts, tmp_path / "graphed", ProcessGroups.alone(device), **graphed) == plain
     assert sum("run as a CUDA graph" in text for text in caplog.messages) == 3
 
 
