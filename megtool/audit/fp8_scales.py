@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.options.groups import SourceOptions
 from megtool.reshard.fp8_state.collect import collect_fp8_state
-from megtool.reshard.megatron.extra_state_names import is_extra_state
+from megtool.reshard.megatron.extra_state_names import is_empty_value, is_extra_state
 from megtool.reshard.open_source import open_source
 
 _LARGEST = {"fwd": 448.0, "bwd": 57344.0}
@@ -26,8 +27,9 @@ def find_scale_faults(catalogue: Catalogue, path: Path) -> Iterator[tuple[str, s
     Raises:
         MegtoolError: a state is damaged or hostile.
     """
-    if not any(is_extra_state(name) for name in catalogue.objects):
-        return
+    states = [stored for name, stored in catalogue.objects.items() if is_extra_state(name)]
+    if all(is_empty_value(read_object(catalogue, stored)) for stored in states):
+        return  # not trained in FP8: the model need not be opened
     source = open_source(path, SourceOptions(), lenient=True, optimizer=False)
     for module in collect_fp8_state(source).states:
         if not module.state.is_delayed:

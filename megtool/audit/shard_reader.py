@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from megtool.audit.element_sums import SumsCollector, Workspace
 from megtool.audit.piece_checksums import CRC32C, ZIP_CRC, ByteRange
-from megtool.audit.save_facts import SECOND_MOMENT
+from megtool.audit.save_facts import MAIN, SECOND_MOMENT, WEIGHT
 from megtool.audit.stored_rows import ShardRow
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.open_objects import is_object
 
+_WITH_SKETCH = (WEIGHT, MAIN, SECOND_MOMENT)
 _AHEAD_BYTES = 64 << 20
 _PIECE_BYTES = 2 << 20
 
@@ -42,7 +43,8 @@ class ShardReader:
         self.alive: NDArray[np.bool_] | None = None
         self.fd = reader.open_files.acquire(self.path)
         self.is_open = True
-        self._reader, self._sketch_size = reader, sketch_size
+        self._reader = reader
+        self._sketch_size = sketch_size if row.state in _WITH_SKETCH else 0
 
     def bytes_of(self, rows: int) -> int:
         """The bytes of so many rows."""
