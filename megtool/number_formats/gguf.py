@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megtool.errors import FormatError, MissingPackageError
 
 _PREFIX = "gguf:"
+_E4M3_NAN = 0x7F
 
 
 def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float32]:
@@ -78,6 +79,27 @@ def encode(
             hint="write it as f32 or bf16",
         ) from e
     return np.ascontiguousarray(out).view(np.uint8).reshape(values.shape[0], want)
+
+
+def pack_nvfp4(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Rows of NVFP4 as blocks of GGUF's type of this name, uint8 `[rows, 36 * cols / 64]`.
+
+    `codes` uint8 `[rows, cols / 2]` has the first of two columns in the low nibble, `scales` uint8
+    `[rows, cols / 16]` E4M3 numbers. A block has four scales without their sign, and for each of
+    them 16 codes, of which the second half lies in high nibbles (`block_nvfp4` of ggml-common.h).
+
+    Raises:
+        FormatError: a scale is negative or NaN.
+    """
+    if (scales >= _E4M3_NAN).any():
+        raise FormatError(
+            "a scale is negative or NaN, which GGUF's NVFP4 does not hold",
+            hint="--outtype bf16 or q8_0 decodes the weights",
+        )
+    pairs = codes.reshape(-1, 8)
+    both = np.stack([pairs & 0xF, pairs >> 4], axis=-1).reshape(-1, 16)
+    halves = (both[:, :8] | both[:, 8:] << 4).reshape(-1, 32)
+    return np.concatenate([scales.reshape(-1, 4), halves], axis=1).reshape(len(codes), -1)
 
 
 @functools.cache

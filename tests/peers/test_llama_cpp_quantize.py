@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import megtool
 from megtool.number_formats.gguf import decode, encode, row_bytes
 from megtool.number_formats.kquants import K_QUANTS, WEIGHED
 from tests.support.models import gguf_models
@@ -87,11 +88,16 @@ def test_it_computes_with_our_files(outtype: str, package: Path, tmp_path: Path)
     source = gguf_models.save(tmp_path / "hf", "llama", **sizes)
     export_gguf(source, tmp_path / "model.gguf", outtype=outtype)
     export_gguf(tmp_path / "model.gguf", tmp_path / "plain" / "model.gguf", outtype="f32")
+    assert divergence_of([tmp_path / "plain", tmp_path], package) < 1e-3
+
+
+def divergence_of(folders: list[Path], package: Path) -> float:
+    """The largest divergence of what it answers by the second of two files from the first."""
     size = int(gguf_models.SIZES["vocab_size"])
     tokens = torch.randint(2, size - 30, (24,), generator=torch.Generator().manual_seed(0)).tolist()
     job = json.dumps({"prompts": [tokens[:n] for n in (1, 5, 24)], "vocab_size": size})
     answers = []
-    for folder in (tmp_path, tmp_path / "plain"):
+    for folder in folders:
         (folder / "job.json").write_text(job)
         subprocess.run(
             [sys.executable, str(PEERS / "llama_cpp_logits.py"), str(folder)],
@@ -100,6 +106,18 @@ def test_it_computes_with_our_files(outtype: str, package: Path, tmp_path: Path)
             check=True,
         )
         answers.append(torch.tensor(json.loads((folder / "answer.json").read_text())))
-    quantized, plain = answers
-    divergence = (plain.exp() * (plain - quantized)).sum(-1)
-    assert divergence.max() < 1e-3
+    plain, quantized = answers
+    return float((plain.exp() * (plain - quantized)).sum(-1).max())
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_it_computes_with_nvfp4_of_folders(model: str, package: Path, tmp_path: Path) -> None:
+    """As with the numbers of the folder; it rounds what it multiplies to eight bits."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    if "moe" in model:
+        sizes["moe_intermediate_size"] = 64
+    source = gguf_models.save(tmp_path / "hf", model, **sizes)
+    megtool.quantize(source, tmp_path / "quantized", recipe="nvfp4")
+    export_gguf(tmp_path / "quantized", tmp_path / "model.gguf", outtype="nvfp4")
+    export_gguf(tmp_path / "quantized", tmp_path / "plain" / "model.gguf", outtype="f32")
+    assert divergence_of([tmp_path / "plain", tmp_path], package) < 1e-3

@@ -109,7 +109,8 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
     outtype: str | None = option(
         OUTPUT,
         "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0, ... or a mixture of K-quants "
-        "(q4_k_m, q5_k_m, q6_k, ...) by llama.cpp's rules; default: bf16.",
+        "(q4_k_m, q5_k_m, q6_k, ...) by llama.cpp's rules; nvfp4 keeps codes and scales of a SRC "
+        "that is quantized so; default: bf16.",
         metavar="TYPE",
         needs=(_GGUF,),
     )

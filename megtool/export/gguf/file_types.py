@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.errors import UsageError
+from megtool.export.gguf.carried_blocks import NVFP4
 from megtool.export.gguf.header import PLAIN
 from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import block, encodings
@@ -32,7 +33,7 @@ _MIXES = {
 
 _SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 _TERNARY = ("TQ1_0", "TQ2_0")
-_ALONE = ("Q8_0", "MXFP4", *_TERNARY)
+_ALONE = ("Q8_0", "MXFP4", NVFP4, *_TERNARY)
 """Types whose files have rules of their own, or none."""
 
 _FALLBACKS = {
@@ -59,7 +60,7 @@ class FileType:
 
 def list_file_types() -> tuple[str, ...]:
     """The names that `--outtype` takes, in lower case."""
-    plain = [k for k in encodings() if k not in _MIXES.values()]
+    plain = [k for k in (*encodings(), NVFP4) if k not in _MIXES.values()]
     return tuple(k.lower() for k in (*plain, *_MIXES))
 
 
@@ -194,12 +195,14 @@ def assign_types(
     architecture: str,
     *,
     has_importance: bool,
+    carried: Collection[str] = (),
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The type of each tensor of floats, and those among them that their shape forced, by name.
 
     Vectors, norms, routers, short convolutions, hyper-connections and position embeddings are F32.
     The output matrix (the embedding, where it serves as such) is Q6_K in files of less than eight
-    bits. Ternary files have both ends in F16, and MXFP4 is for experts alone, beside Q8_0.
+    bits. Ternary files have both ends in F16, and MXFP4 is for experts alone, beside Q8_0. In NVFP4
+    files weights among `carried` are of this type, the others BF16.
     """
     ordered = sorted(shapes, key=lambda n: (int(m[1]) if (m := _NUMBER.match(n)) else -1, n))
     categories = {n: "" if _is_small(n, shapes[n]) else _find_category(n) for n in ordered}
@@ -224,6 +227,8 @@ def assign_types(
         )
         is_head = name == _HEAD or (_HEAD not in shapes and name in _EMBEDDINGS)
         kind = _choose(name, shapes[name], file_type, category, position, is_head=is_head)
+        if kind == NVFP4 and name not in carried:
+            kind = "BF16"
         if not has_whole_blocks(kind, shapes[name]):
             kind = _FALLBACKS.get(kind, "F16")
             kind = kind if has_whole_blocks(kind, shapes[name]) else "F16"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.convert.binding import Binding, WrittenBinding, summarize
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
@@ -14,6 +15,7 @@ from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.export.gguf.architecture import Architecture
 from megtool.export.gguf.block_encoder import UNCHANGED, Change, plan_encoding
+from megtool.export.gguf.carried_blocks import NVFP4, CarriedWeight, find_carried, plan_carried
 from megtool.export.gguf.file_types import FileType, assign_types
 from megtool.export.gguf.header import INTEGER, PLAIN, GgufTensor
 from megtool.export.gguf.importance import ImportanceMatrix, column_weights
@@ -31,14 +33,15 @@ class GgufContents:
     """What a file is to hold: `placements` are copied and cast by the plan, `feeds` computed.
 
     `fallen_back` are weights whose rows are no whole blocks of their type, and what they are
-    instead; `named` says where weights lie, with their canonical names, and `weighed` counts those
-    whose columns have weights.
+    instead; `carried` are those whose codes and scales are the source's. `named` says where weights
+    lie, with their canonical names, and `weighed` counts those whose columns have weights.
     """
 
     tensors: list[GgufTensor]
     placements: dict[str, Placement]
     feeds: list[TensorFeed] = field(default_factory=list)
     fallen_back: dict[str, str] = field(default_factory=dict)
+    carried: dict[str, CarriedWeight] = field(default_factory=dict)
     named: list[Placement] = field(default_factory=list)
     weighed: int = 0
 
@@ -46,7 +49,7 @@ class GgufContents:
 def plan_gguf_tensors(
     canonical: Mapping[str, GlobalTensor],
     source: Mapping[str, Placement],
-    stored: Mapping[str, DType],
+    catalogue: Catalogue,
     config: ModelConfig,
     family: Family,
     architecture: Architecture,
@@ -56,8 +59,7 @@ def plan_gguf_tensors(
 ) -> GgufContents:
     """The tensors of a file of this type.
 
-    `canonical` are the model's tensors, `source` where each lies in the source, and `stored` the
-    element types of the source's tensors (decoded, where they are packed).
+    `canonical` are the model's tensors, and `source` says where each lies in `catalogue`.
 
     Raises:
         CalibrationError: the importance matrix does not fit a weight.
@@ -68,13 +70,28 @@ def plan_gguf_tensors(
     changes = architecture.changes(config) if architecture.changes else {}
     shapes = {t.name: t for t in written.tensors}
     floats = {n: t.shape for n, t in shapes.items() if t.dtype.is_float}
+    carried: dict[str, CarriedWeight] = {}
+    if file_type.base == NVFP4:
+        changed = {
+            to.stored
+            for n, to in written.placements.items()
+            if _find_change(n, to.stored, changes, architecture) != UNCHANGED
+        }
+        kept = {n: to for n, to in written.placements.items() if to.stored not in changed}
+        carried = find_carried(catalogue, source, kept, {n: t.shape for n, t in shapes.items()})
     types, fallen_back = assign_types(
-        floats, file_type, config, architecture.name, has_importance=importance is not None
+        floats,
+        file_type,
+        config,
+        architecture.name,
+        has_importance=importance is not None,
+        carried=carried,
     )
     out = GgufContents(
         tensors=[],
         placements={},
         fallen_back=fallen_back,
+        carried=carried,
         named=list(written.placements.values()),
     )
     for tensor in written.tensors:
@@ -86,7 +103,10 @@ def plan_gguf_tensors(
         if target.kind == INTEGER:
             out.feeds.append(IntegerFeed(placement=placement, tensor=target.stored))
             continue
-        read_as = _read_type(stored[placement.stored])
+        if target.kind == NVFP4:
+            out.feeds.extend(plan_carried(carried[to.stored], to, target.stored))
+            continue
+        read_as = _read_type(catalogue[placement.stored].dtype)
         change = _find_change(name, to.stored, changes, architecture)
         if target.kind in PLAIN and change == UNCHANGED:
             out.placements[name] = to
@@ -100,7 +120,8 @@ def plan_gguf_tensors(
         weighed.update(to.stored for f in feeds if f.importance is not None)
         out.feeds.extend(feeds)
     constants = architecture.constants(config) if architecture.constants else {}
-    for name, values in {**build_rope_factors(config), **constants}.items():
+    scales = {f"{n.removesuffix('weight')}scale": w.scales for n, w in carried.items()}
+    for name, values in {**build_rope_factors(config), **constants, **scales}.items():
         typed[name] = GgufTensor(name=name, shape=values.shape, kind="F32")
         out.feeds.append(ConstantFeed(values=((typed[name].stored, values),)))
     out.tensors.extend(typed.values())

@@ -25,6 +25,7 @@ from megtool.export.gguf.architectures import (
     find_text_family,
     list_oddities,
 )
+from megtool.export.gguf.carried_blocks import NVFP4, open_parts
 from megtool.export.gguf.file_types import FileType, parse_file_type
 from megtool.export.gguf.header import INTEGER, plan_gguf_file
 from megtool.export.gguf.importance import ImportanceMatrix, open_importance, write_imatrix
@@ -59,7 +60,8 @@ class GgufOptions:
 
     Args:
         outtype: The type of most weights: f32, f16, bf16, a block type (q8_0, q4_0, ...) or a
-            mixture of llama.cpp (q4_k_m, ...); see `assign_types` for the other weights.
+            mixture of llama.cpp (q4_k_m, ...); see `assign_types` for the other weights. nvfp4
+            keeps codes and scales of a source that is quantized so.
         pre_tokenizer: llama.cpp's name for how the tokenizer splits text, if tokenizer.json does
             not tell.
         imatrix: An importance matrix of llama.cpp, or a calibration file: by it errors of the
@@ -204,7 +206,6 @@ def _plan(
         )
     keys = build_model_keys(config, architecture, name=path.stem, file_type=file_type.name)
     keys |= lists | dict(_tokenizer(opened, config.vocab_size, options.pre_tokenizer))
-    tensors = {t.name: t for t in opened.catalogue.tensors}
     places, sources = {n: opened.placement_of(n) for n in canonical}, dict(opened.view.placements)
     if architecture.is_latent:
         whole, (canonical, places) = canonical, split_latent(canonical, places, config)
@@ -216,18 +217,26 @@ def _plan(
     contents = plan_gguf_tensors(
         canonical,
         places,
-        {n: t.dtype for n, t in tensors.items()},
+        opened.catalogue,
         config,
         find_text_family(family, config),
         architecture,
         file_type=file_type,
         importance=importance,
     )
+    if file_type.base == NVFP4 and not contents.carried:
+        raise UsageError(
+            f"--outtype {options.outtype} keeps weights that are NVFP4 in SRC, and none is",
+            hint="`megtool quantize SRC DIR --recipe nvfp4` writes such a folder; DIR becomes SRC",
+        )
+    source = PlanSource(catalogue=opened.catalogue, placements=sources)
+    if contents.carried:
+        source = open_parts(opened.catalogue, sources, contents.carried.values())
     laid_out = plan_gguf_file(
         contents.tensors, keys, architecture=architecture.name, file=path.name
     )
     plan = build_plan(
-        [PlanSource(catalogue=opened.catalogue, placements=sources)],
+        [source],
         laid_out,
         contents.placements,
         dropped=[*_list_dropped(opened), *_list_stored(opened, left_out)],
