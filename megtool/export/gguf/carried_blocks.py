@@ -139,14 +139,14 @@ def _without_shared(
     while True:
         names = {n for w in carried.values() for n in w.pieces}
         decoded = {p.stored for n, p in source.items() if n not in names}
-        kept = {
+        own = {
             t: w
             for t, w in carried.items()
             if not any(source[n].stored in decoded for n in w.pieces)
         }
-        if len(kept) == len(carried):
-            return kept
-        carried = kept
+        if len(own) == len(carried):
+            return own
+        carried = own
 
 
 def _place_parts(catalogue: Catalogue, p: Placement) -> tuple[Placement, Placement] | None:

@@ -77,8 +77,10 @@ def plan_gguf_tensors(
             for n, to in written.placements.items()
             if _find_change(n, to.stored, changes, architecture) != UNCHANGED
         }
-        kept = {n: to for n, to in written.placements.items() if to.stored not in changed}
-        carried = find_carried(catalogue, source, kept, {n: t.shape for n, t in shapes.items()})
+        unchanged = {n: to for n, to in written.placements.items() if to.stored not in changed}
+        carried = find_carried(
+            catalogue, source, unchanged, {n: t.shape for n, t in shapes.items()}
+        )
     types, fallen_back = assign_types(
         floats,
         file_type,
