@@ -13,11 +13,15 @@ from megtool.quant.recipes.dialects import recipe_names
 from megtool.quant.recipes.engine_support import ENGINES
 from megtool.quant.resolve import resolve_recipe
 from tests.support.models import family_models
+from tests.support.models.nested_cases import CASES, NestedCase, save_wide
 
 pytest.importorskip("transformers")
 
 BY_ENGINE = ("auto_nvfp4_fp8", "nvfp4_awq", "w4a8_awq", "int4_awq")
 """Recipes whose result depends on the engine: which formats it mixes, what is folded."""
+
+CALIBRATED = ("fp8", "int8_sq", "int4_awq", "nvfp4")
+"""Recipes of each kind that measures activations."""
 
 IN_COMPRESSED = {
     "fp8_per_channel": ("vllm", "sglang"),
@@ -114,6 +118,16 @@ def test_recipes_that_engines_load_give_what_they_load(family: str, tmp_path: Pa
             clean += group
     print(family, sorted(set(clean)), refused)
     assert clean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_text_models_beside_towers_are_calibrated(case: NestedCase, tmp_path: Path) -> None:
+    source = save_wide(case, tmp_path / "source")
+    for recipe in CALIBRATED:
+        engines = engines_of(source, recipe)
+        target = engines[0] if recipe in BY_ENGINE and engines else None
+        check(source, tmp_path / recipe, recipe, [target] if target else engines, target)
 
 
 def test_a_format_that_an_engine_loads_exported_alone_is_told_with_the_way(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.support.models import tiny_text
 from tests.support.models.moe_cases import PUBLISHED, publish
+from tests.support.models.mtp_models import rename_as_ling, rename_as_mimo
 from tests.support.models.tiny_model import fill_tables, tiny_model
 from tests.support.models.unequal_layers import block
 
@@ -314,10 +316,21 @@ MORE: dict[str, dict[str, Any]] = {
     | _SIGMOID
     | {k: v for k, v in _SHARED.items() if k != "first_k_dense_replace"}
     | {"intermediate_size": 128},
+    "bailing_moe_v2": _GROUPED
+    | _SIGMOID
+    | _SHARED
+    | {"intermediate_size": 128, "use_qk_norm": True, "attention_bias": False},
+    "mimo": {"num_key_value_heads": 1, "intermediate_size": 256, "tie_word_embeddings": False},
 }
 """Families of the slow tests."""
 
 FAMILIES |= MORE
+
+RENAMED: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "bailing_moe_v2": ("glm4_moe", rename_as_ling),
+    "mimo": ("qwen2", rename_as_mimo),
+}
+"""Families that transformers has no class of, by one that computes the same."""
 
 
 def fill_matrices(model: Any) -> None:
@@ -341,10 +354,12 @@ SHORT_V4: dict[str, Any] = {
 def save(family: str, folder: Path, **more: Any) -> Path:
     """A Hugging Face folder in bfloat16 with random weights, and a tokenizer of bytes."""
     keys = FAMILIES[family] | more
-    name = family.partition("-")[0]
+    name, rename = RENAMED.get(family, (family.partition("-")[0], None))
     tiny_model(name, folder, sizes=_COMMON, dtype="bfloat16", fill=fill_matrices, **keys)
     if name in PUBLISHED:
         publish(name, folder)
+    if rename is not None:
+        rename(folder)
     tiny_text.save_tokenizer(folder)
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.models import moe_cases
+from tests.support.models import moe_cases, tiny_text
 from tests.support.models.dense_cases import GEMMA4
 from tests.support.models.tiny_model import SIZES
 
@@ -235,3 +235,33 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> Mappi
     change(config)
     file.write_text(json.dumps(config))
     return config
+
+
+_WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "vocab_size": tiny_text.VOCABULARY,
+    "max_position_embeddings": 128,
+    "eos_token_id": tiny_text.END,
+}
+_WIDE_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+_WIDE_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama4_multimodal": {"intermediate_size_mlp": 128},
+    "kimi_k25": _WIDE_EXPERTS
+    | {"num_key_value_heads": 2, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 64}
+    | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32},
+    "gemma4_multimodal": {"global_head_dim": 64},
+    "gemma4_unified": {"global_head_dim": 64},
+    "qwen3_vl_moe": _WIDE_EXPERTS,
+    "qwen3_5": {"linear_value_head_dim": 8},
+    "qwen3_5_moe": _WIDE_EXPERTS | {"linear_value_head_dim": 8},
+}
+
+
+def save_wide(case: NestedCase, folder: Path) -> Path:
+    """A model whose matrices have columns for the groups of every format, with a tokenizer."""
+    case.build(folder, **_WIDE | _WIDE_OF_FAMILY.get(case.family, {}))
+    tiny_text.save_tokenizer(folder)
+    return folder
