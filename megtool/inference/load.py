@@ -73,7 +73,7 @@ def load(
         vocab_multiple=VOCAB_MULTIPLE,
         keeps_mtp=keeps_mtp,
         threads=threads,
-        progress=progress,
+        progress=silent if stream_layers else progress,  # streamed layers are read again and again
     )
     if stream_layers and weights.config.num_decoder_layers:
         raise UsageError(

@@ -155,7 +155,12 @@ class Weights:
             GlobalTensor(name=n, shape=self.tensors[n].shape, dtype=self.kind(n)) for n in selected
         ]
         filled = memory.allocate(tensors)
-        planned.fill([filled[n] for n in selected], self._progress)
+        total = self.num_bytes()  # of all tensors, also where these are some
+
+        def report(stage: str, num_bytes: int, total_bytes: int) -> None:
+            self._progress(stage, num_bytes, total)
+
+        planned.fill([filled[n] for n in selected], report)
         return {t.name: memory.as_torch(filled[t.name], t) for t in tensors}
 
     def _reader(self) -> BoxReader:

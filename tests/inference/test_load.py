@@ -25,6 +25,7 @@ from megtool.inference import load as loading
 from megtool.inference.forward import Forward
 from megtool.inference.layer_streaming import find_streamer
 from megtool.inference.load import find_nan, load, named_weights
+from megtool.inference.rank_weights import Weights
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import Group, ProcessGroups
@@ -353,6 +354,23 @@ def test_progress_adds_up(folder: Path) -> None:
     total = sum(t.nbytes for t in decoder.state_dict().values())
     assert {(stage, size) for stage, _, size in done} == {("load", total)}
     assert sum(n for _, n, _ in done) == total
+    done.clear()
+    weights = Weights(source_of(folder), progress=lambda *told: done.append(told))
+    for name in weights.tensors:
+        weights.load([name])
+    assert {(stage, size) for stage, _, size in done} == {("load", weights.num_bytes())}
+    assert sum(n for _, n, _ in done) == weights.num_bytes()
+
+
+def test_streamed_layers_have_no_progress(folder: Path) -> None:
+    """They are read in every pass, and there is no total."""
+    done: list[tuple[str, int, int]] = []
+    decoder = load(source_of(folder), stream_layers=True, progress=lambda *told: done.append(told))
+    logits(decoder)
+    keeper = find_streamer(decoder)
+    assert keeper is not None
+    keeper.close()
+    assert done == []
 
 
 def test_optimizer_state_is_left_alone(tmp_path: Path, folder: Path) -> None:
