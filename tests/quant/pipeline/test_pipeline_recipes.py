@@ -13,7 +13,7 @@ from megtool.quant.recipes.dialects import recipe_names
 from megtool.quant.recipes.engine_support import ENGINES
 from megtool.quant.resolve import resolve_recipe
 from tests.support.models import family_models
-from tests.support.models.nested_cases import CASES, NestedCase, save_wide
+from tests.support.models.nested_cases import CASES, NestedCase, save_quantizable
 
 pytest.importorskip("transformers")
 
@@ -123,7 +123,7 @@ def test_recipes_that_engines_load_give_what_they_load(family: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_text_models_beside_towers_are_calibrated(case: NestedCase, tmp_path: Path) -> None:
-    source = save_wide(case, tmp_path / "source")
+    source = save_quantizable(case, tmp_path / "source")
     for recipe in CALIBRATED:
         engines = engines_of(source, recipe)
         target = engines[0] if recipe in BY_ENGINE and engines else None

@@ -326,7 +326,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 FAMILIES |= MORE
 
-RENAMED: dict[str, tuple[str, Callable[[Path], None]]] = {
+BY_RENAMING: dict[str, tuple[str, Callable[[Path], None]]] = {
     "bailing_moe_v2": ("glm4_moe", rename_as_ling),
     "mimo": ("qwen2", rename_as_mimo),
 }
@@ -354,7 +354,7 @@ SHORT_V4: dict[str, Any] = {
 def save(family: str, folder: Path, **more: Any) -> Path:
     """A Hugging Face folder in bfloat16 with random weights, and a tokenizer of bytes."""
     keys = FAMILIES[family] | more
-    name, rename = RENAMED.get(family, (family.partition("-")[0], None))
+    name, rename = BY_RENAMING.get(family, (family.partition("-")[0], None))
     tiny_model(name, folder, sizes=_COMMON, dtype="bfloat16", fill=fill_matrices, **keys)
     if name in PUBLISHED:
         publish(name, folder)

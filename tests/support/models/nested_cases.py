@@ -260,7 +260,7 @@ _WIDE_OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-def save_wide(case: NestedCase, folder: Path) -> Path:
+def save_quantizable(case: NestedCase, folder: Path) -> Path:
     """A model whose matrices have columns for the groups of every format, with a tokenizer."""
     case.build(folder, **_WIDE | _WIDE_OF_FAMILY.get(case.family, {}))
     tiny_text.save_tokenizer(folder)
