@@ -305,10 +305,10 @@ class MergedStage:
         self._decoder = decoder
         self.groups, self.dtype, self.modules = decoder.groups, decoder.dtype, decoder.modules
 
-    def state_dict(self) -> Mapping[str, Tensor]:
+    def state_dict(self, *, keep_vars: bool = False) -> Mapping[str, Tensor]:
         """Parameters under the names of a model without adapters, merged when they are read."""
         adapters = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
-        tensors = self._decoder.state_dict()
+        tensors = self._decoder.state_dict(keep_vars=keep_vars)
         makers: dict[str, Callable[[], Tensor]] = {}
         for name, tensor in tensors.items():
             if ".adapter." not in name:
