@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.storage.location import is_remote
+from megtool.checkpoint.destination_check import check_file
+from megtool.checkpoint.storage.files import Files
 from megtool.commands.evaluate_report import EvaluatePlan, LabelReport
 from megtool.commands.options.models import EvaluateOptions
 from megtool.config import LabelKind
@@ -16,7 +17,7 @@ from megtool.console import Progress
 from megtool.convert.label_head import label_names
 from megtool.convert.sharding import check_layout
 from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
-from megtool.errors import StorageError, UsageError
+from megtool.errors import UsageError
 from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
 from megtool.reshard.source import CheckpointSource
@@ -39,6 +40,7 @@ def evaluate_labels(
 
     Raises:
         UsageError: an option is for models of tokens, or there are no data.
+        DestinationError: the predictions cannot be written there.
         FormatError: a record has no label of the model's.
         MegtoolError: the tokenizer, the layout or the data cannot be used.
     """
@@ -52,10 +54,8 @@ def evaluate_labels(
             )
     if options.data is None:
         raise UsageError("there is nothing to evaluate on", hint="--data FILE")
-    if options.predictions is not None and is_remote(options.predictions):
-        raise UsageError(
-            "--predictions is a place in a store", file=options.predictions, hint="a local file"
-        )
+    if options.predictions is not None:
+        check_file(options.predictions)
     check_dequantize(options.dequantize, source)
     config = source.config
     names = label_names(config)
@@ -149,12 +149,8 @@ def _lines(
 
 def _write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Write lines of JSON; the file appears when it is complete."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        part.replace(path)
-    except OSError as e:
-        raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    Files().replace_file(path, text.encode(), f"{path.name}.part")
 
 
 def _plan(

@@ -65,6 +65,7 @@ WRITING = {
     "lint --report=DST": ("SRC",),
     "finetune --report=DST": ("SRC", "out", "--data=x"),
     "evaluate --report=DST": ("SRC", "--data=x"),
+    "evaluate --predictions=DST": ("SRC", "--data=x"),
     "export --save-imatrix=DST": ("SRC", "out", "--to=gguf", "--imatrix=x"),
     "reshard": ("SRC", "DST"),
     "export": ("SRC", "DST", "--to=vllm"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import RecipeError, UsageError
 from megtool.optim.fp8.config import Format, Fp8Config, Recipe
 from megtool.quant.recipes.dialects import parse_recipe, read_recipe_text
@@ -145,7 +146,7 @@ def _read_choices(
     if len(documents) != 1:
         raise RecipeError(f"there are {len(documents)} YAML documents, not one", file=name)
     problems = RecipeProblems(name)
-    recipe = parse_recipe(documents[0], name=Path(file).stem, file=name, problems=problems)
+    recipe = parse_recipe(documents[0], name=location(file).stem, file=name, problems=problems)
     for format in recipe.formats.values():
         if format.algo and format.algo not in _RECIPES:
             problems.add(
