@@ -14,7 +14,8 @@ from megtool.inference.forward import Forward
 from megtool.kernels.cuda_graphs import CudaGraphs, Function
 from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
-from megtool.model.cache import BlockTables, ContiguousCache, PagedCache
+from megtool.model.cache import ContiguousCache
+from megtool.model.paged_cache import BlockTables, PagedCache
 
 _LOG = logging.getLogger(__name__)
 

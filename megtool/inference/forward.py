@@ -13,11 +13,12 @@ from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KVCache, PagedCache, num_cache_bytes
+from megtool.model.cache import ContiguousCache, KVCache, num_cache_bytes
 from megtool.model.context_attention import check_cache
 from megtool.model.decoder import Decoder
 from megtool.model.moe import MoeMlp
 from megtool.model.mtp import with_mtp_layers
+from megtool.model.paged_cache import PagedCache
 from megtool.model.pipeline import hidden_of_stages
 from megtool.model.source_cache import SourceCache
 from megtool.model_config import ModelConfig

@@ -16,7 +16,8 @@ from megtool.inference.forward import Forward
 from megtool.inference.log_probs import rank_prompt
 from megtool.inference.windows import pad_sources
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, PagedCache
+from megtool.model.cache import ContiguousCache
+from megtool.model.paged_cache import PagedCache
 
 BLOCK_SIZE = 16
 MOST_PREFILL_TOKENS = 8192

@@ -30,7 +30,7 @@ from megtool.inference.sampling import (
 )
 from megtool.inference.slots import BLOCK_SIZE, MOST_PREFILL_TOKENS
 from megtool.model.batch import Batch
-from megtool.model.cache import PagedCache
+from megtool.model.paged_cache import PagedCache
 from megtool.model_config import ModelConfig
 
 _PAD = 0  # never attended to, so any token does

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from megtool.errors import UsageError
 from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, EntrySize, PagedCache
+from megtool.model.cache import ContiguousCache, EntrySize
 from megtool.model.decoder import Decoder
+from megtool.model.paged_cache import PagedCache
 from megtool.model_config import ModelConfig
 from tests.support.errors import raises
 

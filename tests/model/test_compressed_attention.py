@@ -21,9 +21,10 @@ from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, PagedCache, num_cache_bytes
+from megtool.model.cache import ContiguousCache, num_cache_bytes
 from megtool.model.context_attention import check_exchange
 from megtool.model.decoder import Decoder
+from megtool.model.paged_cache import PagedCache
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_decoder
 from megtool.train.build_model import load_for_training

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.cache import PagedCache
 from megtool.model.context_attention import check_cache
 from megtool.model.decoder import Decoder
+from megtool.model.paged_cache import PagedCache
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.errors import raises
 from tests.support.worlds import context_layouts as ranks

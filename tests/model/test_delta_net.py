@@ -15,12 +15,13 @@ from megtool.inference.forward import Forward
 from megtool.inference.generate import DecodingOptions, generate
 from megtool.kernels.causal_conv import runs_of
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KeySpan, KVCache, PagedCache
+from megtool.model.cache import ContiguousCache, KeySpan, KVCache
 from megtool.model.decoder import Decoder
 from megtool.model.delta_net import GatedDeltaNet
 from megtool.model.forward_context import ForwardContext
 from megtool.model.hook_locations import places
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merge
+from megtool.model.paged_cache import PagedCache
 from megtool.model.recompute import recompute
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups

@@ -14,11 +14,12 @@ from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
 from megtool.inference.generate import DecodingOptions, generate
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, PagedCache
+from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import places
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merge
 from megtool.model.mamba import check_mamba_heads
+from megtool.model.paged_cache import PagedCache
 from megtool.model.recompute import recompute
 from megtool.model_config import ModelConfig
 from megtool.train.features.adapter_tensors import canonical_modules

@@ -10,9 +10,10 @@ import torch
 
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KVCache, PagedCache
+from megtool.model.cache import ContiguousCache, KVCache
 from megtool.model.decoder import Decoder
 from megtool.model.mla import LatentAttention, softmax_scale
+from megtool.model.paged_cache import PagedCache
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.worlds.moe_layouts import config_of

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KeySpan, KVCache, PagedCache
+from megtool.model.cache import ContiguousCache, KeySpan, KVCache
 from megtool.model.decoder import Decoder
 from megtool.model.forward_context import ForwardContext
+from megtool.model.paged_cache import PagedCache
 from megtool.model.recurrent_state import Mixers, MixerSize
 from megtool.model.short_conv import GatedShortConv, ShortConv
 from megtool.model_config import ModelConfig
