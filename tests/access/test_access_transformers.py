@@ -158,9 +158,9 @@ def test_what_cannot_be_loaded_is_said(folders: dict[str, Path], tmp_path: Path)
 def test_a_model_with_missing_tensors_is_not_returned(tmp_path: Path) -> None:
     """transformers itself would fill them with random numbers, and warn."""
     tiny_model("llama", tmp_path / "hf")
-    classifier = ["LlamaForSequenceClassification"]
-    edit_config(tmp_path / "hf", lambda c: c.update(architectures=classifier))
-    with raises(MappingError, "lacks 1 of them", tensor="score.weight"):
+    tagger = ["LlamaForTokenClassification"]
+    edit_config(tmp_path / "hf", lambda c: c.update(architectures=tagger))
+    with raises(MappingError, "lacks 2 of them", tensor="score.bias"):
         from_pretrained(tmp_path / "hf")
 
 
