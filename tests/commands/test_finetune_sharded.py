@@ -125,7 +125,7 @@ def test_a_run_goes_on_at_another_layout_or_with_another_optimizer(
     out = interrupted(runs[start], tmp_path / "out")
     assert run(size, wide, out, data, {"bf16": True, **more}) == {4}
     assert losses(out) == pytest.approx(losses(runs["optim"]), abs=1e-3)
-    assert verify(out, runs["optim"], atol=1e-3).exit_status == 0
+    assert verify(out, runs["optim"], atol=1e-3, rtol=2**-7).exit_status == 0  # a bit of bf16
 
 
 FEATURES: dict[str, dict[str, Any]] = {
