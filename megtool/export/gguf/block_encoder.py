@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,28 +157,15 @@ def _find_box(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedGrains:
-    """Grains `first:end` of a weight as elements or blocks of the type `kind`.
-
-    `placement` is where it lies in the source, `dtype` as what its elements are taken; `tensor` is
-    what holds them: of a plain type, or uint8, rows of blocks. `importance` are the weights of
-    columns, which the fingerprint has by the digest of the whole matrix.
+class GrainFeed:
+    """Fills grains `first:end` of what is stored as `tensor`: of a plain type, or uint8, rows of
+    blocks. Grains are of elements, or of bytes of blocks.
     """
 
-    placement: Placement
-    dtype: DType
     tensor: GlobalTensor
-    kind: str
     grains: GrainOrder
-    change: Change
     first: int
     end: int
-    importance: NDArray[np.float32] | None = field(default=None, compare=False)
-
-    @property
-    def reads(self) -> tuple[Placement, ...]:
-        """The weight."""
-        return (self.placement,)
 
     @property
     def writes(self) -> tuple[TargetRegion, ...]:
@@ -194,6 +181,38 @@ class EncodedGrains:
         """Bytes of the regions."""
         return sum(count_region_bytes(r, self.tensor.dtype.itemsize) for r in self.writes)
 
+    def iter_steps(self, step: int) -> Iterator[tuple[int, int, int, Index, Index]]:
+        """At most `step` grains at once: the number of their region, the first and the end of them,
+        where their box begins in the region, and its shape."""
+        for number, (first, end) in enumerate(self.grains.runs(self.first, self.end)):
+            origin = self.grains.region(first, end)[0]
+            for begin in range(first, end, step):
+                stop = min(begin + step, end)
+                lo, hi = self.grains.region(begin, stop)
+                offset = tuple(a - b for a, b in zip(lo, origin, strict=True))
+                yield number, begin, stop, offset, tuple(b - a for a, b in zip(lo, hi, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGrains(GrainFeed):
+    """Grains of a weight as elements or blocks of the type `kind`.
+
+    `placement` is where it lies in the source, `dtype` as what its elements are taken.
+    `importance` are the weights of columns, which the fingerprint has by the digest of the whole
+    matrix.
+    """
+
+    placement: Placement
+    dtype: DType
+    kind: str
+    change: Change
+    importance: NDArray[np.float32] | None = field(default=None, compare=False)
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The weight."""
+        return (self.placement,)
+
     @property
     def identity(self) -> bytes:
         """The type, the grains, their order and what changes."""
@@ -206,17 +225,11 @@ class EncodedGrains:
         grains, size = self.grains, self.grains.num_elements
         step = max(1, reader.tile_bytes // (size * 4))
         with reader.open(self.placement, self.dtype) as run:
-            for number, (first, end) in enumerate(grains.runs(self.first, self.end)):
-                origin = grains.region(first, end)[0]
-                for begin in range(first, end, step):
-                    stop = min(begin + step, end)
-                    bits = run.read(begin * size, stop * size)
-                    values = self.change.apply(single(bits, self.dtype.name))
-                    lo, hi = grains.region(begin, stop)
-                    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-                    out = self._encode(grains.sort(values).reshape(-1, shape[-1]))
-                    offset = tuple(a - b for a, b in zip(lo, origin, strict=True))
-                    yield number, offset, out.reshape(*shape[:-1], out.shape[-1])
+            for number, begin, stop, offset, shape in self.iter_steps(step):
+                bits = run.read(begin * size, stop * size)
+                values = self.change.apply(single(bits, self.dtype.name))
+                out = self._encode(grains.sort(values).reshape(-1, shape[-1]))
+                yield number, offset, out.reshape(*shape[:-1], out.shape[-1])
 
     def _encode(self, rows: Array) -> Array:
         """Rows of numbers as what is stored."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Extents
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
+from megtool.checkpoint.computed_tensors import RegionReader
 from megtool.checkpoint.formats.safetensors import whole_shards
 from megtool.checkpoint.plan import PlanSource
 from megtool.checkpoint.read import CheckpointReader
@@ -26,7 +26,7 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
-from megtool.export.gguf.block_encoder import GrainOrder, find_grain_order
+from megtool.export.gguf.block_encoder import GrainFeed, find_grain_order
 from megtool.export.small_tensors import reciprocal
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.gguf import block, pack_nvfp4
@@ -203,8 +203,8 @@ def _add_scales(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CarriedBlocks:
-    """Grains `first:end` of a weight, counted in bytes of blocks, out of `codes` and `scales`.
+class CarriedBlocks(GrainFeed):
+    """Grains of a weight, counted in bytes of blocks, out of `codes` and `scales`.
 
     `name` is that of the weight in the source.
     """
@@ -212,26 +212,11 @@ class CarriedBlocks:
     name: str
     codes: Placement
     scales: Placement
-    tensor: GlobalTensor
-    grains: GrainOrder
-    first: int
-    end: int
 
     @property
     def reads(self) -> tuple[Placement, ...]:
         """Codes and scales."""
         return self.codes, self.scales
-
-    @property
-    def writes(self) -> tuple[TargetRegion, ...]:
-        """The boxes of the grains."""
-        regions = (self.grains.region(a, b) for a, b in self.grains.runs(self.first, self.end))
-        return tuple(TargetRegion(stored=self.tensor.name, lo=lo, hi=hi) for lo, hi in regions)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the regions."""
-        return sum(count_region_bytes(r, 1) for r in self.writes)
 
     @property
     def identity(self) -> bytes:
@@ -240,28 +225,22 @@ class CarriedBlocks:
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `TensorFeed`."""
-        grains, width = self.grains, self.tensor.shape[-1]
-        rows = grains.num_elements // width
-        step = max(1, reader.tile_bytes // grains.num_elements)
-        per_row = [p.shape[-1] for p in (self.codes, self.scales)]
+        size = self.grains.num_elements
+        rows = size // self.tensor.shape[-1]
+        per_row = [p.shape[-1] for p in self.reads]
         with ExitStack() as stack:
             runs = [stack.enter_context(reader.open_stored(p)) for p in self.reads]
-            for number, (first, end) in enumerate(grains.runs(self.first, self.end)):
-                origin = grains.region(first, end)[0]
-                for begin in range(first, end, step):
-                    stop = min(begin + step, end)
-                    parts = [
-                        run.read(begin * rows * n, stop * rows * n).copy().reshape(-1, n)
-                        for run, n in zip(runs, per_row, strict=True)
-                    ]
-                    try:
-                        packed = pack_nvfp4(*parts)
-                    except FormatError as e:
-                        raise FormatError(e.message, tensor=self.name, hint=e.hint) from e
-                    lo, hi = grains.region(begin, stop)
-                    offset = tuple(a - b for a, b in zip(lo, origin, strict=True))
-                    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-                    yield number, offset, grains.sort(packed.reshape(-1)).reshape(shape)
+            steps = self.iter_steps(max(1, reader.tile_bytes // size))
+            for number, begin, stop, offset, shape in steps:
+                parts = [
+                    run.read(begin * rows * n, stop * rows * n).copy().reshape(-1, n)
+                    for run, n in zip(runs, per_row, strict=True)
+                ]
+                try:
+                    packed = pack_nvfp4(*parts)
+                except FormatError as e:
+                    raise FormatError(e.message, tensor=self.name, hint=e.hint) from e
+                yield number, offset, self.grains.sort(packed.reshape(-1)).reshape(shape)
 
 
 def plan_carried(weight: CarriedWeight, to: Placement, target: GlobalTensor) -> list[CarriedBlocks]:
