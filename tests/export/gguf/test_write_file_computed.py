@@ -61,7 +61,9 @@ def test_bytes_are_the_librarys(name: str, tmp_path: Path) -> None:
         assert found.keys() == want.keys()
         assert kind.upper() in {t.tensor_type.name for t in found.values()}
         for stored, tensor in found.items():
-            made = gguf.quants.quantize(np.asarray(want[stored].data), tensor.tensor_type)
+            made = np.asarray(want[stored].data)
+            if tensor.tensor_type.name != "I32":  # a table of integers, the same in every file
+                made = gguf.quants.quantize(made, tensor.tensor_type)
             assert made.tobytes() == np.asarray(tensor.data).tobytes(), stored
 
 
