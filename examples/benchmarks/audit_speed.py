@@ -1,6 +1,6 @@
 """The audit of a run beside reading its bytes: seconds, and peak memory.
 
-python examples/benchmarks/audit_speed.py [--gib 1] [--saves 3] [--rounds 3] [--threads 2]
+python examples/benchmarks/audit_speed.py [--gib 6] [--saves 3] [--rounds 5] [--threads 2]
 
 A run of a Llama-shaped model in bfloat16 with fp32 master weights and moments is made by
 `reshard`, its saves different from each other. Then all its files are read to nothing by the same
@@ -117,8 +117,8 @@ def measure(run: Path, given: argparse.Namespace, *, cold: bool) -> tuple[list[f
 
 def main() -> None:
     """Measure and print."""
-    options = parser(__doc__ or "", gib=1)
-    options.set_defaults(rounds=3)
+    options = parser(__doc__ or "", gib=6)
+    options.set_defaults(rounds=5)
     options.add_argument("--saves", type=int, default=3)
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     given = options.parse_args()

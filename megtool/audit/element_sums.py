@@ -114,6 +114,12 @@ class Workspace:
         """The largest chunk that fits."""
         return self._small.size
 
+    def scratch(self, elements: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Two arrays to compute in, which hold until the next call of any method."""
+        if elements > self.num_elements:
+            self.fit(elements)
+        return self._wide[:elements], self._other[:elements]
+
     def magnitudes(self, bits: Array, mask: int) -> Array:
         """The bits without the sign."""
         out: Array = self._bits.view(bits.dtype)[: bits.size]

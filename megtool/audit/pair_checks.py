@@ -55,25 +55,32 @@ class PairCheck:
         by_state = {state: (array, kind) for state, array, kind in chunks}
         weight, main = by_state.get(WEIGHT), by_state.get(MAIN)
         if weight is not None and main is not None and self.has_masters:
-            self._compare_masters(facts, *main, *weight)
+            self._compare_masters(facts, *main, *weight, workspace)
         first, second = by_state.get(FIRST_MOMENT), by_state.get(SECOND_MOMENT)
         if first is not None and second is not None and math.isfinite(self.limit):
-            self._compare_moments(facts, first, second)
+            self._compare_moments(facts, first, second, workspace)
 
     def _compare_masters(
-        self, facts: PairFacts, main: Array, main_kind: DType, weight: Array, kind: DType
+        self,
+        facts: PairFacts,
+        main: Array,
+        main_kind: DType,
+        weight: Array,
+        kind: DType,
+        workspace: Workspace,
     ) -> None:
         if main_kind.name != "float32" or kind.name not in ("bfloat16", "float16", "float32"):
             return
         facts.compared_masters += main.size
         if kind.name == "bfloat16":
             bits = main.view("<u4")
-            rounded = bits >> 16
+            rounded, _ = workspace.scratch(main.size)
+            np.right_shift(bits, 16, out=rounded)
             np.bitwise_and(rounded, 1, out=rounded)
             np.add(rounded, 0x7FFF, out=rounded)
             np.add(rounded, bits, out=rounded)
             np.right_shift(rounded, 16, out=rounded)
-            differ = rounded.astype("<u2") != weight.view("<u2")
+            differ = rounded != weight.view("<u2")
         elif kind.name == "float16":
             with np.errstate(over="ignore"):
                 differ = main.view("<f4").astype("<f2").view("<u2") != weight.view("<u2")
@@ -86,7 +93,11 @@ class PairCheck:
             facts.unequal_masters += int((~is_same).sum())
 
     def _compare_moments(
-        self, facts: PairFacts, first: tuple[Array, DType], second: tuple[Array, DType]
+        self,
+        facts: PairFacts,
+        first: tuple[Array, DType],
+        second: tuple[Array, DType],
+        workspace: Workspace,
     ) -> None:
         kinds = (first[1], second[1])
         if any(not k.is_float or k.itemsize < 2 for k in kinds):
@@ -95,7 +106,8 @@ class PairCheck:
         v = numeric_values(*second).astype("<f4", copy=False)
         facts.compared_moments += m.size
         with np.errstate(all="ignore"):
-            squares = m * m
-            limits = v * np.float32(self.limit)
+            squares, limits = (a.view("<f4") for a in workspace.scratch(m.size))
+            np.multiply(m, m, out=squares)
+            np.multiply(v, np.float32(self.limit), out=limits)
             limits += np.float32(_TINY)
             facts.large_first_moments += int(np.count_nonzero(squares > limits))

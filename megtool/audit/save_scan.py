@@ -127,9 +127,9 @@ class _Scan:
         index = _RangeIndex(ranges)
         tensors = sum(t.packing is None for t in catalogue.tensors)
         size = next(side for most, side in SKETCH_SIZES if tensors <= most)
-        with CheckpointReader(catalogue, Files()) as reader:
+        with CheckpointReader(catalogue, Files()) as reader, ReadAhead() as self.ahead:
             self.reader, self.index, self.sketch_size = reader, index, size
-            self.check, self.ahead = PairCheck.of(self.facts.training), ReadAhead()
+            self.check = PairCheck.of(self.facts.training)
             groups = self._open_groups(group_rows(catalogue))
             for _ in stream_in_threads(self._read_group, groups, threads=self.threads, ahead=64):
                 pass
@@ -257,11 +257,15 @@ class _Scan:
             readers = [ShardReader(self.reader, row, self.sketch_size) for row in group.rows]
             for reader in readers:
                 reader.range = self.index.find(reader.path, reader.offset, reader.num_bytes)
-                self.ahead.plan(reader)
+            self.ahead.plan(readers, self._step(group))
             waiting.append((group, readers))
             if len(waiting) > _GROUPS_AHEAD:
                 yield waiting.popleft()
         yield from waiting
+
+    def _step(self, group: RowGroup) -> int:
+        """How many rows of its shards are read at once."""
+        return rows_at_once(group.rows[0].width, self.sketch_size)
 
     def _read_group(self, opened: _OpenGroup) -> None:
         """Read shards of the same box side by side, a few rows at a time."""
@@ -270,8 +274,7 @@ class _Scan:
             self.local.workspace, self.local.buffers = Workspace(), {}
         for reader in readers:
             reader.begin(self.local.workspace)
-        width, num_rows = group.rows[0].width, group.rows[0].num_rows
-        step = rows_at_once(width, self.sketch_size)
+        num_rows, step = group.rows[0].num_rows, self._step(group)
         pair = PairFacts()
         try:
             for start in range(0, num_rows, step):

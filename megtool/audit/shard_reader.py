@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from megtool.audit.save_facts import MAIN, SECOND_MOMENT, WEIGHT
 from megtool.audit.stored_rows import ShardRow
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.open_objects import is_object
+from megtool.checkpoint.work_threads import BackgroundCall
 
 _WITH_SKETCH = (WEIGHT, MAIN, SECOND_MOMENT)
-_AHEAD_BYTES = 64 << 20
+_AHEAD_BYTES = 128 << 20
 _PIECE_BYTES = 2 << 20
 
 
@@ -96,29 +98,64 @@ class ShardReader:
 
 
 class ReadAhead:
-    """Asks the kernel for bytes that threads are about to read, at most so many ahead of them."""
+    """Asks the kernel for bytes that other threads are about to read, at most so many ahead.
+
+    It does so in a thread of its own: asking waits while the disk has as many requests as it takes.
+    """
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[ShardReader, int, int]] = deque()
         self._ahead = 0
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread: BackgroundCall[None] | None = None
 
-    def plan(self, reader: ShardReader) -> None:
-        """Shards are read in the order of these calls. Those in stores are fetched otherwise."""
-        if is_object(reader.fd):
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.wait()
+
+    def plan(self, readers: Sequence[ShardReader], step: int) -> None:
+        """Shards of one box are read side by side, `step` rows at a time, in the order of these
+        calls. Those in stores are fetched otherwise."""
+        readers = [r for r in readers if not is_object(r.fd)]
+        if not readers:
             return
-        for start in range(0, reader.num_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, reader.num_bytes - start)
-            self._pieces.append((reader, reader.offset + start, size))
+        num_rows = readers[0].row.num_rows
+        step *= max(1, _PIECE_BYTES // max(r.bytes_of(step) for r in readers))
+        with self._changed:
+            for start in range(0, num_rows, step):
+                count = min(step, num_rows - start)
+                self._pieces += [
+                    (r, r.offset + r.bytes_of(start), r.bytes_of(count)) for r in readers
+                ]
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = BackgroundCall(self._advise, is_awaited=False)
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes are read now: ask for as many more."""
-        with self._lock:
+        """So many bytes are read now: as many more may be asked for."""
+        with self._changed:
             self._ahead = max(0, self._ahead - num_bytes)
-            while self._pieces and self._ahead < _AHEAD_BYTES:
+            self._changed.notify()
+
+    def _advise(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_room)
+                if self._is_closed:
+                    return
                 reader, offset, size = self._pieces.popleft()
                 if not reader.is_open:
                     continue
                 self._ahead += size
-                with contextlib.suppress(OSError):  # some file systems take no advice
-                    os.posix_fadvise(reader.fd, offset, size, os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # some file systems take no advice
+                os.posix_fadvise(reader.fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def _has_room(self) -> bool:
+        return self._is_closed or bool(self._pieces and self._ahead < _AHEAD_BYTES)
