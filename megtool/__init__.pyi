@@ -139,6 +139,7 @@ def export(
     *,
     tp: int | None = ...,
     pp: int | None = ...,
+    ep: int | None = ...,
     outtype: str | None = ...,
     imatrix: str | Path | None = ...,
     save_imatrix: str | Path | None = ...,

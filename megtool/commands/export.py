@@ -57,7 +57,7 @@ def export(
         return export_trtllm_legacy(
             source,
             destination,
-            layout=ParallelConfig(tp=options.tp or 1, pp=options.pp or 1),
+            layout=ParallelConfig(tp=options.tp or 1, pp=options.pp or 1, ep=options.ep or 1),
             dtype=options.dtype,
             model=options,
             execution=execution,
@@ -204,4 +204,4 @@ def _export_plain(
 def _shared_values(options: ExportOptions) -> dict[str, Any]:
     """The options that `export` and `reshard` both have, which mean the same in both."""
     names = {f.name for f in fields(ReshardOptions)} & {f.name for f in fields(options)}
-    return {name: getattr(options, name) for name in sorted(names - {"to", "tp", "pp"})}
+    return {name: getattr(options, name) for name in sorted(names - {"to", "tp", "pp", "ep"})}

@@ -6,6 +6,7 @@ Its packages cannot be installed here; the tables are the options of the sources
 from __future__ import annotations
 
 import argparse
+import ast
 import shlex
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megtool.export.engine_commands import (
     engine_serve_command,
     llm_arguments,
 )
-from tests.support.models import gguf_models
+from tests.support.models import gguf_models, trtllm_families
 from tests.support.runs.exports import export_trtllm_legacy
 
 BUILD = {
@@ -65,14 +66,26 @@ def test_the_server_takes_its_command() -> None:
     assert set(llm_arguments(Path("/x"))) <= LLM_ARGUMENTS
 
 
-def test_reports_name_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", *trtllm_families.CASES])
+def test_reports_name_them(tmp_path: Path, family: str) -> None:
     pytest.importorskip("transformers")
-    source = gguf_models.save(tmp_path / "hf", "llama")
+    save = gguf_models.save if family == "llama" else trtllm_families.save
+    source = save(tmp_path / "hf", family)
     legacy = export_trtllm_legacy(source, tmp_path / "legacy", tp=2)
     note = next(n for n in legacy.notes if "trtllm-build" in n)
     words = shlex.split(note.partition(": ")[2])
-    assert _parse(BUILD, words[1:]).workers == 2
+    given = _parse(BUILD, words[1:])
+    assert given.workers == 2
+    assert Path(given.checkpoint_dir) == tmp_path / "legacy"
     unified = export(source, tmp_path / "unified", to="trtllm")
-    assert any(f"trtllm-serve {tmp_path / 'unified'}" in n for n in unified.notes)
+    note = next(n for n in unified.notes if "trtllm-serve" in n)
+    served, _, python = note.partition(": ")[2].partition("; in Python: ")
+    program, folder, *words = shlex.split(served)
+    assert (program, Path(folder)) == ("trtllm-serve", tmp_path / "unified")
+    assert _parse(SERVE, words).backend == "pytorch"
+    [call] = ast.parse(python).body
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    assert {k.arg for k in call.value.keywords} <= LLM_ARGUMENTS
     other = export(source, tmp_path / "other", to="vllm")
     assert not any("trtllm-serve" in n for n in other.notes)

@@ -106,6 +106,9 @@ class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, Wo
     )
     tp: int | None = layout_size("tp", note=", for trtllm-legacy", needs=(_LEGACY,))
     pp: int | None = layout_size("pp", note=", for trtllm-legacy", needs=(_LEGACY,))
+    ep: int | None = layout_size(
+        "ep", note=", for trtllm-legacy; shares the ranks of --tp", needs=(_LEGACY,)
+    )
     outtype: str | None = option(
         OUTPUT,
         "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0, ... or a mixture of K-quants "

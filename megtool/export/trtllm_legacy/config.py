@@ -1,8 +1,9 @@
 """Build config.json and quant_cfg.json of a legacy TensorRT-LLM checkpoint.
 
 Keys are those of TensorRT-LLM 1.x's `PretrainedConfig` and of its `LLaMAConfig`, `GPTConfig`,
-`QWenConfig` and `GemmaConfig`. ModelOpt 0.47 loses base and scaling of rotary embedding where a
-config.json has them in `rope_parameters`, and engines then take 10000; they stand here always.
+`QWenConfig` and `GemmaConfig`, and those of `families`. ModelOpt 0.47 loses base and scaling of
+rotary embedding where a config.json has them in `rope_parameters`, and engines then take 10000;
+they stand here always.
 """
 
 from __future__ import annotations
@@ -14,19 +15,10 @@ from typing import Any
 
 from megtool.errors import MappingError
 from megtool.export.quantized_module import QuantizedModule
+from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.model_config import ModelConfig
 from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
-
-_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
-    "llama": ("LlamaForCausalLM", "MistralForCausalLM"),
-    "mixtral": ("MixtralForCausalLM",),
-    "qwen2": ("Qwen2ForCausalLM",),
-    "qwen3": ("Qwen3ForCausalLM",),
-    "gemma": ("GemmaForCausalLM",),
-    "gpt2": ("GPT2LMHeadModel",),
-}
-_DECODERS = {"qwen2": "qwen", "qwen3": "qwen", "gpt2": "gpt", "mixtral": "llama"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +40,12 @@ def build_config_json(
     quantization: Mapping[str, Any],
 ) -> bytes:
     """The file config.json; `architecture` is what the source's own config.json calls it."""
-    c = cut.config
-    architectures = _ARCHITECTURES[family]
+    c, known = cut.config, FAMILIES[family]
     out: dict[str, Any] = {
         "producer": PRODUCER,
-        "architecture": architecture if architecture in architectures else architectures[0],
+        "architecture": architecture
+        if architecture in known.architectures
+        else known.architectures[0],
         "dtype": dtype,
         "logits_dtype": "float32",
         "num_hidden_layers": c.num_layers,
@@ -62,11 +55,26 @@ def build_config_json(
         "norm_epsilon": c.norm_eps,
         "vocab_size": cut.vocab_size,
         "max_position_embeddings": c.max_positions,
-        "hidden_act": "swiglu" if c.moe_layers else c.activation,
+        "hidden_act": "swiglu" if c.moe_layers else known.activation or c.activation,
         "use_parallel_embedding": True,
         "embedding_sharding_dim": 0,
         "share_embedding_table": shares_table,
         "tie_word_embeddings": c.tied_embeddings,
+        "decoder": known.decoder,
+    }
+    if family not in LATENT:
+        out |= _attention_keys(c)
+    out |= known.keys(c)
+    out["mapping"] = {"world_size": cut.tp * cut.pp, "tp_size": cut.tp, "pp_size": cut.pp}
+    if c.moe_layers:
+        out["mapping"] |= {"moe_tp_size": cut.moe_tp, "moe_ep_size": cut.ep}
+    out["quantization"] = dict(quantization)
+    return _encoded(out)
+
+
+def _attention_keys(c: ModelConfig) -> dict[str, Any]:
+    """Those of every family whose attention is not latent."""
+    out: dict[str, Any] = {
         "head_size": c.head_dim,
         "intermediate_size": c.moe_ffn_hidden_size if c.moe_layers else c.ffn_hidden_size,
         "position_embedding_type": _positions(c),
@@ -76,25 +84,19 @@ def build_config_json(
         "attn_bias": c.qkv_bias,
         "mlp_bias": c.mlp_bias,
         "rotary_pct": c.rotary_percent,
-        "decoder": _DECODERS.get(family, family),
         "rmsnorm": c.norm == "rmsnorm",
         "lm_head_bias": False,
     }
     if c.position_embedding == "rope":
         out |= {"rotary_base": c.rope_base, "rotary_scaling": rotary_scaling(c)}
-    if family.startswith("qwen"):
-        out["qwen_type"] = family
-    out["mapping"] = {"world_size": cut.tp * cut.pp, "tp_size": cut.tp, "pp_size": cut.pp}
     if c.moe_layers:
-        out["mapping"] |= {"moe_tp_size": cut.tp, "moe_ep_size": 1}
         # 1: scores of the chosen experts add up to one (RENORMALIZE)
         out["moe"] = {
             "num_experts": c.num_experts,
             "top_k": c.num_experts_per_token,
             "normalization_mode": 1,
         }
-    out["quantization"] = dict(quantization)
-    return _encoded(out)
+    return out
 
 
 def rotary_scaling(config: ModelConfig) -> dict[str, Any] | None:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from megtool.errors import LayoutError, MappingError
+from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.model_config import ModelConfig
-
-FAMILIES: Mapping[str, str] = {
-    "llama": "Llama",
-    "gpt2": "GPT (GPT-2)",
-    "qwen2": "Qwen (2 and 3, dense)",
-    "qwen3": "Qwen (2 and 3, dense)",
-    "mixtral": "Mixtral",
-    "gemma": "Gemma",
-}
-"""Families that are written, by the names of their files in converters/."""
-
-_SCALINGS = ("linear", "llama3")
-"""Those that the models of 1.x compute (layers/attention.py, `create_attention_const_params`): the
-frequencies of any other kind they multiply by its factor, where the model divides."""
 
 
 def check_family(name: str | None, config: ModelConfig) -> None:
     """Refuse what no legacy model computes.
 
+    Kinds of rotary scaling are those of layers/attention.py, `create_attention_const_params`: the
+    frequencies of any other kind it multiplies by its factor, where the model divides. Latent
+    attention has YaRN alone, whose numbers models/deepseek_v2/model.py reads of every model.
+
     Raises:
         MappingError: another family, or one of these with what TensorRT-LLM's model lacks.
     """
-    supported = ", ".join(dict.fromkeys(FAMILIES.values()))
+    supported = ", ".join(dict.fromkeys(f.label for f in FAMILIES.values()))
     if name is None or name not in FAMILIES:
         raise MappingError(
             f"a legacy TensorRT-LLM checkpoint cannot hold {name or 'a model of unknown family'}"
@@ -38,18 +29,63 @@ def check_family(name: str | None, config: ModelConfig) -> None:
             + ("" if name else "; --family NAME and --like HF_FOLDER supply it"),
             error_id="unsupported-by-engine",
         )
+    family = FAMILIES[name]
     kind = (config.rope_scaling or {}).get("rope_type")
-    if kind is not None and kind not in _SCALINGS:
+    if name in LATENT:
+        _check_latent(name, config)
+    elif kind is not None and kind not in family.scalings:
         raise MappingError(
-            f"rotary embedding is scaled as {kind!r}, which legacy {FAMILIES[name]} does not "
-            "compute",
-            hint=f"it does: {', '.join(_SCALINGS)}; newer TensorRT-LLM: --to trtllm",
+            f"rotary embedding is scaled as {kind!r}, which legacy {family.label} does not compute",
+            hint=(f"it does: {', '.join(family.scalings)}; " if family.scalings else "")
+            + "newer TensorRT-LLM: --to trtllm",
             error_id="unsupported-by-engine",
         )
-    if config.moe_layers and len(config.moe_layers) < config.num_layers:
+    elif config.moe_layers and len(config.moe_layers) < config.num_layers:
         raise MappingError(
             "only some layers are mixtures of experts, and in a legacy checkpoint all are or none",
             hint="newer TensorRT-LLM loads it: --to trtllm",
+            error_id="unsupported-by-engine",
+        )
+    biases = {config.qkv_bias, config.attn_out_bias, config.mlp_bias}
+    if family.has_one_bias and len(biases) > 1:
+        raise MappingError(
+            f"some linear layers have biases, and in legacy {family.label} all have one or none",
+            hint="newer TensorRT-LLM loads it: --to trtllm",
+            error_id="unsupported-by-engine",
+        )
+
+
+def _check_latent(name: str, config: ModelConfig) -> None:
+    """Refuse what the two models of DeepSeek lack.
+
+    Raises:
+        MappingError: rotary scaling that is not YaRN, dense layers elsewhere than a model has them,
+            or scores that no routing method makes so.
+    """
+    label, hint = FAMILIES[name].label, "newer TensorRT-LLM loads it: --to trtllm"
+    kind = (config.rope_scaling or {}).get("rope_type")
+    if kind != "yarn":
+        raise MappingError(
+            f"rotary embedding is scaled as {kind!r}, and legacy {label} computes YaRN alone",
+            hint=hint,
+            error_id="unsupported-by-engine",
+        )
+    layers, last = tuple(config.moe_layers), config.num_layers
+    first = layers[0] if layers else last
+    if layers != tuple(range(first, last)) or not layers or (name == LATENT[0] and first != 1):
+        dense = "only the first layer is" if name == LATENT[0] else "layers before all others are"
+        raise MappingError(
+            f"mixtures of experts are the layers {', '.join(map(str, layers)) or 'none'}, and in "
+            f"legacy {label} {dense} dense",
+            hint=hint,
+            error_id="unsupported-by-engine",
+        )
+    is_greedy = config.router_score == "softmax" and not config.router_num_groups
+    if is_greedy and config.router_scaling != 1:
+        raise MappingError(
+            f"the shares of experts are multiplied by {config.router_scaling:g}, which legacy "
+            f"{label} does only where groups of experts are chosen first",
+            hint=hint,
             error_id="unsupported-by-engine",
         )
 
@@ -63,17 +99,20 @@ def plan_rank_layout(
     *,
     tp: int,
     pp: int,
+    ep: int = 1,
     vocab_multiple: int = 1,
     requirements: Iterable[TpRequirement] = (),
 ) -> RankLayout:
     """How the model is cut, the vocabulary padded to a multiple of `vocab_multiple` and of `tp`.
 
-    `needs` are what quantized weights ask for besides.
+    `requirements` are what quantized weights ask for besides.
 
     Raises:
-        LayoutError: `tp` or `pp` does not divide what it has to; the hint names those that do.
+        LayoutError: `tp`, `pp` or `ep` does not divide what it has to; the hint names those that
+            do.
     """
-    all_requirements = [*_model_requirements(config), *requirements]
+    _check_expert_ranks(config, tp, ep)
+    all_requirements = [*_model_requirements(config, ep), *requirements]
     for subject, holds in all_requirements:
         if not holds(tp):
             most = config.num_heads
@@ -90,24 +129,46 @@ def plan_rank_layout(
         )
     padded = -(-config.vocab_size // vocab_multiple) * vocab_multiple
     rows = -(-padded // tp) * tp
-    return RankLayout(config=config, tp=tp, pp=pp, vocab_size=padded, vocab_rows=rows)
+    return RankLayout(config=config, tp=tp, pp=pp, ep=ep, vocab_size=padded, vocab_rows=rows)
 
 
-def _model_requirements(config: ModelConfig) -> list[TpRequirement]:
+def _check_expert_ranks(config: ModelConfig, tp: int, ep: int) -> None:
+    """Refuse groups of ranks that cannot share the experts evenly.
+
+    Raises:
+        LayoutError: there are no experts, or `ep` divides `tp` or their number not.
+    """
+    if ep == 1:
+        return
+    if not config.moe_layers:
+        raise LayoutError(f"ep={ep}, and the model has no experts", hint="leave ep out")
+    if tp % ep or config.num_experts % ep:
+        good = [n for n in range(1, tp + 1) if tp % n == 0 and config.num_experts % n == 0]
+        raise LayoutError(
+            f"ep={ep} does not divide tp={tp} and {config.num_experts} experts",
+            hint=f"the ranks of tp share the experts: ep may be {', '.join(map(str, good))}",
+        )
+
+
+def _model_requirements(config: ModelConfig, ep: int) -> list[TpRequirement]:
     def divides(size: int) -> Callable[[int], bool]:
         return lambda tp: size % tp == 0
 
     kv = config.num_kv_heads
     out: list[TpRequirement] = [
         (f"{config.num_heads} attention heads", divides(config.num_heads)),
-        (
-            f"{kv} heads of keys and values, nor is it a multiple of them",
-            lambda tp: kv % tp == 0 or tp % kv == 0,
-        ),
     ]
-    moe = bool(config.moe_layers)
-    size = config.moe_ffn_hidden_size if moe else config.ffn_hidden_size
-    out.append((f"an MLP of {size}", divides(size)))
+    if not config.kv_lora_rank:
+        subject = f"{kv} heads of keys and values, nor is it a multiple of them"
+        out.append((subject, lambda tp: kv % tp == 0 or tp % kv == 0))
+    if len(config.moe_layers) < config.num_layers:
+        out.append((f"an MLP of {config.ffn_hidden_size}", divides(config.ffn_hidden_size)))
+    if config.moe_layers:
+        size, shared = config.moe_ffn_hidden_size, config.shared_ffn_hidden_size
+        text = f"an MLP of {size}" if ep == 1 else f"an MLP of {size} times ep={ep}"
+        out.append((text, lambda tp: tp % ep == 0 and size % (tp // ep) == 0))
+        if shared:
+            out.append((f"a shared expert of {shared}", divides(shared)))
     return out
 
 

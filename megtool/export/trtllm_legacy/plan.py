@@ -16,13 +16,20 @@ from megtool.console import several
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, listed
+from megtool.export.trtllm_legacy.absorbed_queries import AbsorbedQueryFeed
 from megtool.export.trtllm_legacy.config import RankModule, build_config_json, build_quantization
+from megtool.export.trtllm_legacy.families import FAMILIES
 from megtool.export.trtllm_legacy.layout import check_family, plan_rank_layout
 from megtool.export.trtllm_legacy.placements import BoxPlacements, RankNormPlusOne
 from megtool.export.trtllm_legacy.quantized_tensors import plan_quantized_module
 from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights
 from megtool.export.trtllm_legacy.rank_files import RankFileTensor, plan_rank_files
-from megtool.export.trtllm_legacy.ranks import RankLayout, RankTensor, list_rank_tensors
+from megtool.export.trtllm_legacy.ranks import (
+    AbsorbedQueries,
+    RankLayout,
+    RankTensor,
+    list_rank_tensors,
+)
 from megtool.model_config import ModelConfig
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
@@ -75,6 +82,7 @@ def plan_trtllm_legacy(
     *,
     tp: int,
     pp: int,
+    ep: int = 1,
     dtype: DType,
     reasons: Mapping[str, str],
 ) -> TrtllmLegacyPlan:
@@ -85,11 +93,11 @@ def plan_trtllm_legacy(
 
     Raises:
         MappingError: no legacy model computes it, or a format is none of legacy engines.
-        LayoutError: `tp` or `pp` does not divide it.
+        LayoutError: `tp`, `pp` or `ep` does not divide it.
         FormatError: scales are missing.
     """
     check_family(model.family, model.config)
-    return _Planner(model, catalogue, weights, dtype).plan(tp, pp, reasons)
+    return _Planner(model, catalogue, weights, dtype).plan(tp, pp, ep, reasons)
 
 
 class _Planner:
@@ -107,13 +115,14 @@ class _Planner:
         self.feeds: list[TensorFeed] = []
         self.constants: list[tuple[GlobalTensor, NDArray[np.generic]]] = []
         self.norms: dict[str, list[GlobalTensor]] = defaultdict(list)
+        self.queries: dict[AbsorbedQueries, list[GlobalTensor]] = defaultdict(list)
         self.modules: list[RankModule] = []
         self.routers: list[str] = []
         self.used: set[str] = set()
         self.notes: list[str] = []
         self.left_out: dict[str, str] = {}
 
-    def plan(self, tp: int, pp: int, reasons: Mapping[str, str]) -> TrtllmLegacyPlan:
+    def plan(self, tp: int, pp: int, ep: int, reasons: Mapping[str, str]) -> TrtllmLegacyPlan:
         """Everything."""
         config, weights = self.model.config, self.weights
         algos = {h.module.algo for h in weights.rows.values()} if weights else set()
@@ -121,6 +130,7 @@ class _Planner:
             config,
             tp=tp,
             pp=pp,
+            ep=ep,
             vocab_multiple=_AWQ_ROWS if algos & set(_AWQ) else 1,
             requirements=weights.requirements() if weights and not self.model.algo else (),
         )
@@ -137,6 +147,8 @@ class _Planner:
             self.feeds.append(
                 RankNormPlusOne(placement=placement, dtype=read_as, tensors=tuple(tensors))
             )
+        for queries, tensors in self.queries.items():
+            self._add_queries(queries, tensors)
         if self.constants:
             self.feeds.append(ConstantFeed(values=tuple(self.constants)))
         quantization, quant_cfg = build_quantization(self.modules, self.routers, kv_algo)
@@ -177,6 +189,8 @@ class _Planner:
     def _add(self, tensor: RankTensor) -> None:
         """A tensor of a rank, quantized or not."""
         self.used.update(b.canonical for b in tensor.boxes)
+        if tensor.is_plain and self.weights is not None:
+            self._check_plain(tensor, self.weights)
         module = self.weights.module_of(tensor) if self.weights else None
         if tensor.is_linear or tensor.module == "lm_head":
             self.modules.append(RankModule(rank=tensor.rank, name=tensor.module, quantized=module))
@@ -194,15 +208,48 @@ class _Planner:
             return
         rows, *inner = tensor.shape
         shape = (tensor.experts, rows // tensor.experts, *inner) if tensor.experts else tensor.shape
-        dtype = _F32 if tensor.is_router else self.dtype
+        dtype = _F32 if tensor.is_float32 else self.dtype
         target = GlobalTensor(name=tensor.stored, shape=tensor.shape, dtype=dtype)
         self.file_tensors.append(
             RankFileTensor(rank=tensor.rank, name=tensor.name, shape=shape, tensor=target)
         )
-        if tensor.plus_one:
+        if tensor.queries is not None:
+            self.queries[tensor.queries].append(target)
+        elif tensor.plus_one:
             self.norms[tensor.boxes[0].canonical].append(target)
         else:
             self.pieces.add(target, tensor.boxes)
+
+    def _check_plain(self, tensor: RankTensor, weights: QuantizedWeights) -> None:
+        """Weights that others are computed of are not quantized.
+
+        Raises:
+            MappingError: some are; the hint names the rule of a recipe that keeps them.
+        """
+        wrong = [b.canonical for b in tensor.boxes if b.canonical in weights.rows]
+        if wrong:
+            raise MappingError(
+                f"{wrong[0].removesuffix('.weight')} is quantized, and latent attention of legacy "
+                f"TensorRT-LLM has it plain, in {tensor.name!r}",
+                tensor=weights.rows[wrong[0]].module.name,
+                hint="quantize it again with a rule that keeps the attention's projections before "
+                "its output, or export the plain checkpoint",
+                error_id="unsupported-by-engine",
+            )
+
+    def _add_queries(self, queries: AbsorbedQueries, tensors: list[GlobalTensor]) -> None:
+        """Tensors of products and what they are made of; weights of 16 bits are read as such."""
+        placements = tuple(self._add_source(n) for n in (queries.query, queries.key_value))
+        stored = {self.catalogue[p.stored].dtype for p in placements}
+        dtype = stored.pop() if len(stored) == 1 else _F32
+        self.feeds.append(
+            AbsorbedQueryFeed(
+                placements=placements,
+                queries=queries,
+                dtype=dtype if dtype.name in _SIXTEEN else _F32,
+                tensors=tuple(tensors),
+            )
+        )
 
     def _add_source(self, canonical: str) -> Placement:
         """A canonical tensor that a feed reads."""
@@ -216,6 +263,13 @@ class _Planner:
         if weights is None or weights.folder.kv_algo is None:
             return None
         algo = weights.folder.kv_algo
+        if self.model.config.kv_lora_rank:
+            raise MappingError(
+                f"the KV cache is quantized to {algo}, and legacy TensorRT-LLM keeps what latent "
+                "attention caches in 16 bits",
+                hint="quantize with a recipe that keeps the KV cache, or --to trtllm",
+                error_id="unsupported-by-engine",
+            )
         if algo not in _KV_ALGOS:
             raise MappingError(
                 f"a KV cache of {algo} is none of legacy TensorRT-LLM",
@@ -297,6 +351,8 @@ class _Planner:
 
     def _add_notes(self, cut: RankLayout) -> None:
         c = self.model.config
+        if note := FAMILIES[str(self.model.family)].note:
+            self.notes.append(note)
         if c.window_size:
             self.notes.append(
                 f"attention is limited to {c.window_size} tokens, which legacy engines are told "

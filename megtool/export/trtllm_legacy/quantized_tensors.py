@@ -68,7 +68,7 @@ class _ModulePlanner:
             parts.append((part, self._add_computed(part) if part.shape else single))
         feeds: list[TensorFeed] = []
         for boxes, scales in self._split_by_scale():
-            slices = [self._slice(b) for b in boxes]
+            slices = [s for b in boxes for s in self._slices(b)]
             planned = plan_repack(slices, self.packing, parts, scales=scales or None)
             feeds += [f for f in planned if not isinstance(f, ConstantFeed)]
         for role, name in ((SCALE, "weights_scaling_factor"), (SCALE_2, _SECOND)):
@@ -95,16 +95,13 @@ class _ModulePlanner:
                         scales[role] = scale
             yield some, scales
 
-    def _slice(self, box: RankBox) -> WeightSlice:
+    def _slices(self, box: RankBox) -> Iterator[WeightSlice]:
+        """A box of a weight as boxes of its module."""
         part = self.weights.rows[box.canonical]
-        (first, left_column), (end, right_column) = box.lo, box.hi
+        columns = box.lo[1], box.hi[1]
         down, along = box.offset
-        return WeightSlice(
-            part.module,
-            (part.first_row + first, part.first_row + end),
-            (left_column, right_column),
-            (down, along),
-        )
+        for first, end, before in part.runs(box.lo[0], box.hi[0]):
+            yield WeightSlice(part.module, (first, end), columns, (down + before, along))
 
     def _add_computed(self, part: PackedPart) -> GlobalTensor:
         """Codes, or scales of rows or groups."""

@@ -7,10 +7,12 @@ scale of inputs; a mixture has one scale of inputs for all its experts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +54,7 @@ _CALIBRATED = ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4")
 _SMOOTHED = ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
 
 _FUSED = re.compile(
-    r"(.+\.attn)\.(?:q|k|v)\.weight|(.+\.(?:mlp|experts\.\d+))\.(?:gate|up)\.weight"
+    r"(.+\.attn)\.(?:q|k|v)\.weight|(.+\.(?:mlp|shared|experts\.\d+))\.(?:gate|up)\.weight"
 )
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)\.weight")
 
@@ -72,10 +74,18 @@ def input_group(canonical: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedRows:
-    """A canonical weight that is quantized: its module, and its first row there."""
+    """A canonical weight that is quantized: its module, and the row there of each of its own."""
 
     module: QuantizedModule
-    first_row: int
+    rows: NDArray[np.int64]
+
+    def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The rows `first:end` as runs of the module's: where each begins and ends there, and how
+        many rows of the weight are before it."""
+        rows = self.rows[first:end]
+        cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        for a, b in pairwise(cuts):
+            yield int(rows[a]), int(rows[b - 1]) + 1, a
 
 
 @dataclass(slots=True)
@@ -221,30 +231,40 @@ def find_quantized_weights(
         module = by_name.get(p.stored.removesuffix(".weight"))
         if module is None:
             continue
-        first_row = _first_row(p, shapes[name], module)
-        if first_row is None and not are_decoded:
+        stored_rows = _stored_rows(p, shapes[name], module)
+        if stored_rows is None and not are_decoded:
             raise MappingError(
                 f"{name.removesuffix('.weight')} is stored transposed or among others, and codes "
                 "are cut by whole rows",
                 tensor=p.stored,
                 hint="export the plain checkpoint it was quantized from",
             )
-        rows[name] = QuantizedRows(module=module, first_row=first_row or 0)
+        rows[name] = QuantizedRows(
+            module=module, rows=np.zeros(0, np.int64) if stored_rows is None else stored_rows
+        )
     if not are_decoded:
         _check_algos(h.module for h in rows.values())
     return QuantizedWeights(folder, rows, values)
 
 
-def _first_row(p: Placement, shape: tuple[int, ...], module: QuantizedModule) -> int | None:
-    """The first row of a weight whose rows lie one after another; None where they do not."""
-    row_strides = (module.shape[1], 1)
+def _stored_rows(
+    p: Placement, shape: tuple[int, ...], module: QuantizedModule
+) -> NDArray[np.int64] | None:
+    """The module's row of every row of a weight (families interleave the rows of several by heads);
+    None where a row of one is not a row of the other."""
     if len(shape) != 2 or len(p.base) != 2 or p.base[1] or shape[1] != module.shape[1]:
         return None
-    stored_strides = [m * row_strides[d] for m, d in zip(p.mults, p.dims, strict=True)]
-    is_contiguous = all(
-        n == 1 or a == b for n, a, b in zip(p.shape, stored_strides, strides(p.shape), strict=True)
-    )
-    return p.base[0] if is_contiguous else None
+    along = sum(1 for d in p.dims if d == 0)
+    if p.dims[:along] != (0,) * along:
+        return None
+    columns = p.shape[along:]
+    if p.mults[along:] != strides(columns) or math.prod(columns) != shape[1]:
+        return None
+    rows = np.full((1,) * along, p.base[0], np.int64)
+    for axis in range(along):
+        steps = np.arange(p.shape[axis], dtype=np.int64) * p.mults[axis]
+        rows = rows + steps.reshape([-1 if d == axis else 1 for d in range(along)])
+    return rows.reshape(-1)
 
 
 def _check_algos(modules: Iterable[QuantizedModule]) -> None:

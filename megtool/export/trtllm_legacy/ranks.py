@@ -2,13 +2,16 @@
 
 The rules are those of TensorRT-LLM's `convert_checkpoint` scripts and of ModelOpt's
 `postprocess_model_config`: `qkv`, `fc`, `gate`, the embedding and the head are cut along rows,
-`dense` and `proj` along columns, everything else is on every rank of its stage.
+`dense` and `proj` along columns, everything else is on every rank of its stage. Of a mixture, whole
+experts go to groups of ranks, and are cut among the ranks of a group (`Mapping`: `moe_ep_rank` is
+the remainder of a rank by `moe_ep_size`, and `moe_tp_rank` the quotient).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from megtool.model_config import ModelConfig
 
@@ -26,13 +29,38 @@ class RankBox:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AbsorbedQueries:
+    """Queries of heads that meet what the cache holds: `heads` of them, from number `first`.
+
+    A head has `nope` rows of the weight `query`, of `width` columns, that are multiplied by as many
+    rows of the weight `key_value`, of `rank` columns; `rope` more rows are as they are. Below its
+    rows of keys `key_value` has `value` rows of values.
+    """
+
+    query: str
+    key_value: str
+    first: int
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    rank: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
     """One tensor of one rank, before anything is said about numbers.
 
     `name` is that in the file, of which `module` is what a weight belongs to. Weights of `experts`
     experts lie below each other in `shape`, and are a third dimension in the file. `is_linear` says
-    that it may be quantized. Elements no box covers are zero (rows that pad a vocabulary). With
-    `plus_one` gammas around zero become those around one. A router keeps float32 (`is_router`).
+    that it is a linear layer's weight. Elements no box covers are zero (rows that pad a
+    vocabulary). With `plus_one` gammas around zero become those around one. A router is in float32
+    (`is_router`), and so is what is added to its scores (`is_float32`). What engines compute
+    further weights of cannot be quantized (`is_plain`).
+
+    Tensors of latent attention that have the same `queries` are made together: see
+    `absorbed_queries`.
     """
 
     rank: int
@@ -42,7 +70,10 @@ class RankTensor:
     experts: int = 0
     is_linear: bool = False
     is_router: bool = False
+    is_float32: bool = False
+    is_plain: bool = False
     plus_one: bool = False
+    queries: AbsorbedQueries | None = None
 
     @property
     def module(self) -> str:
@@ -57,7 +88,7 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """How a model is cut: into `pp` stages of `tp` ranks.
+    """How a model is cut: into `pp` stages of `tp` ranks, `ep` of which share the experts.
 
     `vocab_size` is what config.json says, `vocab_rows` are those of all ranks together.
     """
@@ -67,6 +98,17 @@ class RankLayout:
     pp: int
     vocab_size: int
     vocab_rows: int
+    ep: int = 1
+
+    @property
+    def moe_tp(self) -> int:
+        """How many ranks share each expert."""
+        return self.tp // self.ep
+
+    def experts(self, t: int) -> range:
+        """The experts of tensor-parallel rank `t`."""
+        count = self.config.num_experts // self.ep
+        return range(t % self.ep * count, (t % self.ep + 1) * count)
 
     @property
     def layers(self) -> int:
@@ -112,6 +154,18 @@ def list_rank_tensors(
                 yield builder.vocabulary(HEAD, head)
 
 
+class _Traits(TypedDict, total=False):
+    """What some tensors have: see `RankTensor`."""
+
+    experts: int
+    is_linear: bool
+    is_router: bool
+    is_float32: bool
+    is_plain: bool
+    plus_one: bool
+    queries: AbsorbedQueries
+
+
 class _RankBuilder:
     """The tensors of one rank."""
 
@@ -126,24 +180,12 @@ class _RankBuilder:
         number = self.layout.global_layer(self.rank, local)
         source = f"layers.{number}"
         yield from self.norm(f"{prefix}.input_layernorm", f"{source}.attn_norm")
-        q = c.num_heads // self.layout.tp * c.head_dim
-        first, end = (n * c.head_dim for n in self.layout.kv_heads(t))
-        yield from self.column(
-            f"{prefix}.attention.qkv",
-            c.hidden_size,
-            [
-                (f"{source}.attn.q", t * q, (t + 1) * q),
-                (f"{source}.attn.k", first, end),
-                (f"{source}.attn.v", first, end),
-            ],
-        )
-        for name in ("q", "k"):
-            norm = f"{prefix}.attention.{name}_layernorm"
-            yield from self.norm(norm, f"{source}.attn.{name}_norm", c.head_dim)
-        yield from self.row(
-            f"{prefix}.attention.dense", f"{source}.attn.o", c.num_heads * c.head_dim
-        )
-        yield from self.norm(f"{prefix}.post_layernorm", f"{source}.mlp_norm")
+        if c.kv_lora_rank:
+            yield from self.latent_attention(f"{prefix}.attention", f"{source}.attn")
+        else:
+            yield from self.attention(f"{prefix}.attention", f"{source}.attn")
+        after = "mlp_layernorm" if c.parallel_residual else "post_layernorm"
+        yield from self.norm(f"{prefix}.{after}", f"{source}.mlp_norm")
         if number in c.moe_layers:
             yield from self.experts(f"{prefix}.mlp", f"{source}.mlp")
             return
@@ -153,6 +195,74 @@ class _RankBuilder:
             piece = (f"{source}.mlp.{canonical}", t * f, (t + 1) * f)
             yield from self.column(f"{prefix}.mlp.{name}", c.hidden_size, [piece])
         yield from self.row(f"{prefix}.mlp.proj", f"{source}.mlp.down", c.ffn_hidden_size)
+
+    def attention(self, name: str, source: str) -> Iterator[RankTensor]:
+        """Queries of some heads, with keys and values of theirs below them."""
+        c, t = self.config, self.t
+        q = c.num_heads // self.layout.tp * c.head_dim
+        first, end = (n * c.head_dim for n in self.layout.kv_heads(t))
+        yield from self.column(
+            f"{name}.qkv",
+            c.hidden_size,
+            [
+                (f"{source}.q", t * q, (t + 1) * q),
+                (f"{source}.k", first, end),
+                (f"{source}.v", first, end),
+            ],
+        )
+        for kind in ("q", "k"):
+            yield from self.norm(f"{name}.{kind}_layernorm", f"{source}.{kind}_norm", c.head_dim)
+        yield from self.row(f"{name}.dense", f"{source}.o", c.num_heads * c.head_dim)
+
+    def latent_attention(self, name: str, source: str) -> Iterator[RankTensor]:
+        """Both projections to latents as one, on every rank, and of some heads those from them.
+
+        `kv_b_proj` has the keys of all heads of a rank, and their values below them;
+        `fused_q_proj` makes queries that meet latents instead of keys, as
+        tensorrt_llm/models/deepseek_v2/convert.py does at 65b31db1 and 130232d9.
+        """
+        c = self.config
+        heads = c.num_heads // self.layout.tp
+        first = self.t * heads
+        down = (("q_down", c.q_lora_rank), ("kv_down", c.kv_lora_rank + c.qk_rope_head_dim))
+        pieces = [(f"{source}.{kind}", 0, rows) for kind, rows in down if rows]
+        yield from self.column(f"{name}.fused_a", c.hidden_size, pieces, is_plain=True)
+        for kind, rows in (("q", c.q_lora_rank), ("kv", c.kv_lora_rank)):
+            yield from self.norm(f"{name}.{kind}_a_layernorm", f"{source}.{kind}_down_norm", rows)
+        query = f"{source}.q_up.weight" if c.q_lora_rank else f"{source}.q.weight"
+        size, width = c.head_dim, c.q_lora_rank or c.hidden_size
+        lo, hi = (first * size, 0), ((first + heads) * size, width)
+        q_box = RankBox(canonical=query, lo=lo, hi=hi, offset=(0, 0))
+        key_value, nope, value = f"{source}.kv_up.weight", c.qk_nope_head_dim, c.v_head_dim
+        boxes = []
+        for part, start, length in ((0, 0, nope), (heads * nope, nope, value)):
+            for head in range(heads):
+                row = (first + head) * (nope + value) + start
+                box = RankBox(
+                    canonical=key_value,
+                    lo=(row, 0),
+                    hi=(row + length, c.kv_lora_rank),
+                    offset=(part + head * length, 0),
+                )
+                boxes.append(box)
+        queries = AbsorbedQueries(
+            query=query,
+            key_value=key_value,
+            first=first,
+            heads=heads,
+            nope=nope,
+            rope=c.qk_rope_head_dim,
+            value=value,
+            rank=c.kv_lora_rank,
+            width=width,
+        )
+        for kind, shape, parts in (
+            ("fused_q_proj", (heads * (queries.rank + queries.rope), width), [q_box, *boxes]),
+            ("q_b_proj", (heads * size, width), [q_box]),
+            ("kv_b_proj", (heads * (nope + value), queries.rank), boxes),
+        ):
+            yield self._tensor(f"{name}.{kind}", shape, parts, is_plain=True, queries=queries)
+        yield from self.row(f"{name}.dense", f"{source}.o", c.num_heads * value)
 
     def norm(self, name: str, canonical: str, size: int = 0) -> Iterator[RankTensor]:
         """A norm's weight and bias, if there are any."""
@@ -168,7 +278,12 @@ class _RankBuilder:
                 )
 
     def column(
-        self, name: str, width: int, pieces: list[tuple[str, int, int]]
+        self,
+        name: str,
+        width: int,
+        pieces: list[tuple[str, int, int]],
+        *,
+        is_plain: bool = False,
     ) -> Iterator[RankTensor]:
         """Rows `first:end` of linear modules, below each other."""
         boxes, biases, down = [], [], 0
@@ -181,7 +296,9 @@ class _RankBuilder:
                 bias = f"{canonical}.bias"
                 biases.append(RankBox(canonical=bias, lo=(first,), hi=(end,), offset=(down,)))
             down += end - first
-        yield self._tensor(f"{name}.weight", (down, width), boxes, is_linear=True)
+        yield self._tensor(
+            f"{name}.weight", (down, width), boxes, is_linear=True, is_plain=is_plain
+        )
         if biases:
             yield self._tensor(f"{name}.bias", (down,), biases)
 
@@ -196,28 +313,45 @@ class _RankBuilder:
             yield self._tensor(f"{name}.bias", (rows,), [bias])
 
     def experts(self, name: str, canonical: str) -> Iterator[RankTensor]:
-        """A mixture: `fc` has of every expert the rows of `up`, and those of `gate` below them."""
-        c, t = self.config, self.t
-        count, h, f = c.num_experts, c.hidden_size, c.moe_ffn_hidden_size // self.layout.tp
+        """A mixture: `fc` has of every expert the rows of `up`, and those of `gate` below them; an
+        expert that all tokens go to has both so, too."""
+        c, layout = self.config, self.layout
+        h, f = c.hidden_size, c.moe_ffn_hidden_size // layout.moe_tp
+        first = self.t // layout.ep * f
         router = RankBox(
-            canonical=f"{canonical}.router.weight", lo=(0, 0), hi=(count, h), offset=(0, 0)
+            canonical=f"{canonical}.router.weight", lo=(0, 0), hi=(c.num_experts, h), offset=(0, 0)
         )
-        yield self._tensor(f"{name}.router.weight", (count, h), [router], is_router=True)
+        shape: tuple[int, ...] = c.num_experts, h
+        yield self._tensor(
+            f"{name}.router.weight", shape, [router], is_router=True, is_float32=True
+        )
+        if (bias := f"{canonical}.router.expert_bias") in self.names:
+            added = RankBox(canonical=bias, lo=(0,), hi=(c.num_experts,), offset=(0,))
+            shape = (c.num_experts,)
+            yield self._tensor(f"{name}.e_score_correction_bias", shape, [added], is_float32=True)
         into, out = [], []
-        for e in range(count):
+        experts = layout.experts(self.t)
+        for number, e in enumerate(experts):
             expert = f"{canonical}.experts.{e}"
             for i, kind in enumerate(("up", "gate")):
-                offset = ((2 * e + i) * f, 0)
-                lo, hi = (t * f, 0), ((t + 1) * f, h)
+                offset = ((2 * number + i) * f, 0)
+                lo, hi = (first, 0), (first + f, h)
                 into.append(
                     RankBox(canonical=f"{expert}.{kind}.weight", lo=lo, hi=hi, offset=offset)
                 )
-            lo, hi = (0, t * f), (h, (t + 1) * f)
-            out.append(RankBox(canonical=f"{expert}.down.weight", lo=lo, hi=hi, offset=(e * h, 0)))
+            lo, hi, offset = (0, first), (h, first + f), (number * h, 0)
+            out.append(RankBox(canonical=f"{expert}.down.weight", lo=lo, hi=hi, offset=offset))
+        count = len(experts)
         shape = 2 * f * count, h
         yield self._tensor(f"{name}.fc.weight", shape, into, experts=count, is_linear=True)
         shape = h * count, f
         yield self._tensor(f"{name}.proj.weight", shape, out, experts=count, is_linear=True)
+        if c.shared_ffn_hidden_size:
+            f, shared = c.shared_ffn_hidden_size // layout.tp, f"{canonical}.shared"
+            lines = [(f"{shared}.{n}", self.t * f, (self.t + 1) * f) for n in ("up", "gate")]
+            yield from self.column(f"{name}.shared_expert.fc", h, lines)
+            width = c.shared_ffn_hidden_size
+            yield from self.row(f"{name}.shared_expert.proj", f"{shared}.down", width)
 
     def vocabulary(self, name: str, canonical: str) -> RankTensor:
         """The rows of some tokens."""
@@ -241,19 +375,6 @@ class _RankBuilder:
         name: str,
         shape: tuple[int, ...],
         boxes: list[RankBox],
-        *,
-        experts: int = 0,
-        is_linear: bool = False,
-        is_router: bool = False,
-        plus_one: bool = False,
+        **traits: Unpack[_Traits],
     ) -> RankTensor:
-        return RankTensor(
-            rank=self.rank,
-            name=name,
-            shape=shape,
-            boxes=tuple(boxes),
-            experts=experts,
-            is_linear=is_linear,
-            is_router=is_router,
-            plus_one=plus_one,
-        )
+        return RankTensor(rank=self.rank, name=name, shape=shape, boxes=tuple(boxes), **traits)

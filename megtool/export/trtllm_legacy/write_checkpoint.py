@@ -51,7 +51,8 @@ def export_trtllm_legacy(
 ) -> ExportReport:
     """Write the model of `source`, in any format and layout, for `tp` x `pp` ranks of an engine.
 
-    Llama (and Mistral), GPT-2, Qwen 2 and 3, Mixtral and Gemma. A quantized Hugging Face folder
+    Llama (and Mistral), GPT-2, Qwen 2 and 3, Mixtral, Gemma, Falcon, StarCoder2, Nemotron (its
+    dense models, Minitron among them) and DeepSeek V2 and V3. A quantized Hugging Face folder
     keeps its codes; weights that engines multiply as one get one scale where a format has a single
     one. Scales of an FP8 KV cache below 1 become 1, as ModelOpt writes them. Optimizer state and
     tokenizer are left out; so is multi-token prediction, with a note.
@@ -59,7 +60,8 @@ def export_trtllm_legacy(
     Args:
         source: A checkpoint of any format.
         destination: The folder.
-        layout: How many tensor-parallel ranks and pipeline stages share the model.
+        layout: How many tensor-parallel ranks and pipeline stages share the model, and among how
+            many of these ranks experts are distributed (`ep`, which divides `tp`).
         dtype: The type of what is not quantized: bfloat16, float16, or float32 for a plain model;
             the source's own unless given.
         model: What the user says about the source.
@@ -70,8 +72,8 @@ def export_trtllm_legacy(
     Raises:
         MappingError: another family, tensors no legacy model has, a format no legacy engine has
             (which modules, and the nearest recipe), or weights of one tensor in several formats.
-        LayoutError: `tp` does not divide heads, blocks or groups, or `pp` the layers; the hint
-            names the sizes that do.
+        LayoutError: `tp` does not divide heads, blocks or groups, `pp` the layers, or `ep` the
+            experts; the hint names the sizes that do.
         FormatError: scales are missing, or numbers are too large for float16.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
@@ -129,6 +131,7 @@ def _plan(
         weights,
         tp=layout.tp,
         pp=layout.pp,
+        ep=layout.ep,
         dtype=kind,
         reasons=dict(opened.view.dropped) | {s.name: s.reason for s in catalogue.ignored},
     )

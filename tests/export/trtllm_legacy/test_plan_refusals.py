@@ -64,7 +64,10 @@ def test_families(tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     work = lambda: export_trtllm_legacy(source, tmp_path / "out")  # noqa: E731
     refused(
-        MappingError, work, "granite", "Llama, GPT (GPT-2), Qwen (2 and 3, dense), Mixtral, Gemma"
+        MappingError,
+        work,
+        "granite",
+        "Llama, GPT (GPT-2), Qwen (2 and 3, dense), Mixtral, Gemma, Falcon",
     )
 
 

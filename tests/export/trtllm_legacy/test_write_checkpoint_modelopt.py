@@ -7,7 +7,8 @@ weights in bfloat16 and the legacy one in float32, so that one code in thirty di
 Known differences, in which ours is what engines ask for: single scales of NVFP4 have a dimension;
 INT8 always has factors for inputs (ones where it says nothing); `rotary_base`, `rotary_scaling`,
 `qwen_type` and biases stand in config.json; GPT-2's positions are learned, not rotary; the last of
-several stages of a Gemma has its head.
+several stages of a Gemma has its head; activations and the share of a head that rotates are what
+TensorRT-LLM's own conversion writes (`gelu`, `squared-relu`, Nemotron's half).
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ SIBLINGS = (
 )
 
 
+KNOWN = {"producer", "rank", "logits_dtype"}
+OF_GPT = {"hidden_act", "rotary_pct"}
+"""What is known to differ in config.json."""
+
+
 def grouped(settings: Any) -> Any:
     """Settings with groups of `GROUP` columns."""
     if isinstance(settings, dict):
@@ -60,15 +66,18 @@ def preset(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else dict(found.model_dump())
 
 
-def quantized(name: str, *, cache: bool, one_scale: bool, dtype: torch.dtype) -> Any:
-    """A Llama calibrated by ModelOpt; with `one_scale` siblings are given the largest amax."""
+def quantized(
+    name: str, *, cache: bool, one_scale: bool, dtype: torch.dtype, family: str = "Llama"
+) -> Any:
+    """A model calibrated by ModelOpt; with `one_scale` siblings are given the largest amax."""
     pytest.importorskip("modelopt")
     import modelopt.torch.quantization as mtq
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).to(dtype)
-    model.config.architectures = ["LlamaForCausalLM"]
+    config = getattr(transformers, f"{family}Config")(**SIZES, bos_token_id=0, eos_token_id=0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).to(dtype)
+    model.config.architectures = [f"{family}ForCausalLM"]
     settings = preset(name)
     if "AWQ" in name or "INT4" in name:
         settings = grouped(settings)
@@ -85,7 +94,7 @@ def quantized(name: str, *, cache: bool, one_scale: bool, dtype: torch.dtype) ->
         if not runs and quantizer is not None and quantizer.is_enabled:
             quantizer.amax = torch.tensor(3.0)
     for layer in model.model.layers if one_scale else ():
-        for names in SIBLINGS:
+        for names in SIBLINGS if family == "Llama" else SIBLINGS[:1]:
             found = [layer.get_submodule(n).weight_quantizer for n in names]
             top = max(q.amax.max() for q in found)
             for q in found:
@@ -93,7 +102,7 @@ def quantized(name: str, *, cache: bool, one_scale: bool, dtype: torch.dtype) ->
     return model
 
 
-def both(model: Any, folder: Path, dtype: torch.dtype) -> Path:
+def both(model: Any, folder: Path, dtype: torch.dtype, decoder: str = "llama") -> Path:
     """ModelOpt's unified folder, and its legacy ones in all layouts beside it."""
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
 
@@ -103,7 +112,7 @@ def both(model: Any, folder: Path, dtype: torch.dtype) -> Path:
         for tp, pp in LAYOUTS:
             out = folder / f"theirs{tp}{pp}"
             export_tensorrt_llm_checkpoint(
-                copy.deepcopy(model), "llama", torch.bfloat16, out, tp, pp
+                copy.deepcopy(model), decoder, torch.bfloat16, out, tp, pp
             )
     return folder
 
@@ -116,7 +125,7 @@ def pairs(folder: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         export_trtllm_legacy(folder / "hf", ours, tp=tp, pp=pp, dtype="bf16", fsync=False)
         mine, other = config_of(ours), config_of(theirs)
         assert mine["quantization"] == other["quantization"]
-        known = {"producer", "rank", "logits_dtype"}
+        known = KNOWN if mine["decoder"] == "llama" else KNOWN | OF_GPT
         assert {k: mine.get(k) for k in other if k not in known} == {
             k: v for k, v in other.items() if k not in known
         }
@@ -141,6 +150,18 @@ def bits(tensor: Tensor) -> Tensor:
 def test_equal_in_every_byte(tmp_path: Path, name: str, cache: bool) -> None:
     model = quantized(name, cache=cache, one_scale=name.startswith("FP8_D"), dtype=torch.float32)
     for ours, theirs in pairs(both(model, tmp_path, torch.float32)):
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            want = theirs[key].reshape(1) if theirs[key].ndim == 0 else theirs[key]
+            assert (tensor.dtype, tensor.shape) == (want.dtype, want.shape), key
+            assert torch.equal(bits(tensor), bits(want)), key
+
+
+@pytest.mark.parametrize("family", ["Starcoder2", "Nemotron"])
+@pytest.mark.parametrize("name", ["FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG"])
+def test_families_of_gpt(tmp_path: Path, family: str, name: str) -> None:
+    model = quantized(name, cache=False, one_scale=True, dtype=torch.float32, family=family)
+    for ours, theirs in pairs(both(model, tmp_path, torch.float32, "gpt")):
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
             want = theirs[key].reshape(1) if theirs[key].ndim == 0 else theirs[key]
@@ -189,7 +210,9 @@ def test_awq(tmp_path: Path) -> None:
                 assert torch.equal(bits(tensor), bits(want)), key
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma", "gpt2", "starcoder2", "nemotron"]
+)
 def test_plain(tmp_path: Path, family: str) -> None:
     pytest.importorskip("modelopt")
     import transformers
@@ -203,6 +226,8 @@ def test_plain(tmp_path: Path, family: str) -> None:
         "qwen2": ("qwen", "Qwen2", sizes),
         "qwen3": ("qwen", "Qwen3", sizes),
         "gemma": ("gemma", "Gemma", sizes),
+        "starcoder2": ("gpt", "Starcoder2", sizes),
+        "nemotron": ("gpt", "Nemotron", sizes),
         "gpt2": ("gpt", "GPT2", {**gpt, "n_positions": 63, "bos_token_id": 0, "eos_token_id": 0}),
     }
     kind, name, said = kinds[family]
@@ -229,7 +254,9 @@ def test_plain(tmp_path: Path, family: str) -> None:
                 assert tensor.dtype == a[key].dtype, key
                 assert torch.equal(a[key], tensor), key
         mine, other = config_of(ours), config_of(theirs)
-        known = {"producer", "rank", "logits_dtype"}
+        known = set(KNOWN)
+        if family in ("starcoder2", "nemotron"):
+            known |= OF_GPT
         if family == "gpt2":
             known |= {"hidden_act", "position_embedding_type"}
         assert {k for k, v in other.items() if k not in known and mine.get(k) != v} == set()
