@@ -10,19 +10,35 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megtool import lint
 from megtool.errors import FormatError, UsageError
 from megtool.lint.rules import CHECKS, load_rules
 from tests.support.checkpoints.compressed_folder import compress, deepseek
+from tests.support.checkpoints.folder_edits import (
+    Change,
+    Tensors,
+    beside,
+    both,
+    changed,
+    config,
+    drop,
+    group,
+    inline,
+    listed,
+    only_beside,
+    only_inline,
+    plain,
+    put,
+    said,
+    tensors,
+    without,
+    written,
+)
 from tests.support.checkpoints.quantized_folder import make_quantized, randomize
 from tests.support.errors import raises
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.write_runs import write_quantized
-
-Tensors = dict[str, torch.Tensor]
-Change = Callable[[Path], None]
 
 Q = "model.layers.1.self_attn.q_proj"
 UP = "model.layers.2.mlp.up_proj"
@@ -67,92 +83,14 @@ def spelled(folder: Path, algo: str) -> None:
     said({"quant_algo": algo})(folder)
 
 
-def edited(name: str, work: Callable[[dict[str, Any]], Any]) -> Change:
-    def change(folder: Path) -> None:
-        value = json.loads((folder / name).read_text())
-        work(value)
-        (folder / name).write_text(json.dumps(value))
-
-    return change
-
-
-def config(work: Callable[[dict[str, Any]], Any]) -> Change:
-    return edited("config.json", work)
-
-
-def inline(work: Callable[[dict[str, Any]], Any]) -> Change:
-    return config(lambda value: work(value["quantization_config"]))
-
-
-def beside(work: Callable[[dict[str, Any]], Any]) -> Change:
-    return edited("hf_quant_config.json", lambda value: work(value["quantization"]))
-
-
-def said(new: dict[str, Any]) -> Change:
-    """The same in both files, under the name each has for it."""
-
-    def change(folder: Path) -> None:
-        lists = {"ignore": new["exclude_modules"]} if "exclude_modules" in new else {}
-        inline(lambda s: s.update(new | lists))(folder)
-        beside(lambda s: s.update(new))(folder)
-
-    return change
-
-
-def tensors(work: Callable[[Tensors], Any]) -> Change:
-    def change(folder: Path) -> None:
-        held = load_file(folder / "model.safetensors")
-        work(held)
-        kept = {n: t.contiguous() for n, t in held.items()}
-        save_file(kept, folder / "model.safetensors", {"format": "pt"})
-
-    return change
-
-
 AS_V4 = config(lambda c: c.update(model_type="deepseek_v4"))
-
-
-def put(name: str, tensor: torch.Tensor) -> Change:
-    return tensors(lambda t: t.update({name: tensor}))
-
-
-def drop(*names: str) -> Change:
-    return tensors(lambda t: [t.pop(n) for n in names])
-
-
-def plain(module: str, shape: tuple[int, int]) -> Change:
-    """A module that is quantized becomes a plain weight."""
-
-    def work(t: Tensors) -> None:
-        for name in [n for n in t if n.startswith(module + ".")]:
-            del t[name]
-        t[f"{module}.weight"] = torch.ones(shape, dtype=torch.bfloat16)
-
-    return tensors(work)
-
-
-def both(*changes: Change) -> Change:
-    def change(folder: Path) -> None:
-        for one in changes:
-            one(folder)
-
-    return change
-
-
-def only_inline(folder: Path) -> None:
-    (folder / "hf_quant_config.json").unlink()
-
-
-def only_beside(folder: Path) -> None:
-    config(lambda c: c.pop("quantization_config"))(folder)
-
-
-def group(**changes: Any) -> Change:
-    def work(s: dict[str, Any]) -> None:
-        weights = s["config_groups"]["group_0"]["weights"]
-        weights.update(changes)
-
-    return inline(work)
+NAN = torch.tensor(float("nan"))
+ATTENTION = "model.layers.1.self_attn"
+FP9 = "modelopt_fp9"
+QUANT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+UNHEARD_OF = config(lambda c: c.update(architectures=["FooLM"], model_type="foo"))
+KEPT = ["lm_head", "model.layers.1.self_attn*"]
+FP8 = torch.float8_e4m3fn
 
 
 def two_groups(s: dict[str, Any]) -> None:
@@ -162,37 +100,6 @@ def two_groups(s: dict[str, Any]) -> None:
 
 def split(s: dict[str, Any]) -> None:
     s["quantized_layers"][UP]["quant_algo"] = "FP8"
-
-
-def changed(name: str, work: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return tensors(lambda t: t.update({name: work(t[name])}))
-
-
-def without(module: str) -> Change:
-    """A module is nowhere, with all that lies beside it."""
-    return tensors(lambda t: [t.pop(n) for n in [*t] if n.startswith(module + ".")])
-
-
-def written(name: str, value: dict[str, Any]) -> Change:
-    return lambda folder: (folder / name).write_text(json.dumps(value)) and None
-
-
-def listed(module: str) -> Change:
-    """One more module that is said to be quantized, in both files."""
-
-    def work(s: dict[str, Any]) -> None:
-        s["quantized_layers"][module] = {"quant_algo": "NVFP4", "group_size": 16}
-
-    return both(inline(work), beside(work))
-
-
-NAN = torch.tensor(float("nan"))
-ATTENTION = "model.layers.1.self_attn"
-FP9 = "modelopt_fp9"
-QUANT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-UNHEARD_OF = config(lambda c: c.update(architectures=["FooLM"], model_type="foo"))
-KEPT = ["lm_head", "model.layers.1.self_attn*"]
-FP8 = torch.float8_e4m3fn
 
 
 def named(architecture: str) -> Callable[[dict[str, Any]], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import gguf_models
+from tests.support.models import byte_level, gguf_models
 from tests.support.paths import PEERS
 from tests.support.peers.release import install_release
 from tests.support.runs.exports import export_gguf
@@ -78,15 +78,15 @@ def _answer(package: Path, folder: Path) -> Any:
     return json.loads((folder / "answer.json").read_text())
 
 
-@pytest.mark.parametrize("name", gguf_models.CUTS)
+@pytest.mark.parametrize("name", byte_level.CUTS)
 def test_texts_are_cut_as_by_the_tokenizer(name: str, package: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     source = gguf_models.save(tmp_path / "hf", "llama")
-    gguf_models.cut_as(source, name)
+    byte_level.cut_as(source, name)
     export_gguf(source, tmp_path / "model.gguf", outtype="f32")
-    (tmp_path / "job.json").write_text(json.dumps({"texts": gguf_models.TEXTS}))
+    (tmp_path / "job.json").write_text(json.dumps({"texts": byte_level.TEXTS}))
     tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
-    assert _answer(package, tmp_path) == [tokenizer.encode(t).ids for t in gguf_models.TEXTS]
+    assert _answer(package, tmp_path) == [tokenizer.encode(t).ids for t in byte_level.TEXTS]
 
 
 @pytest.mark.parametrize("name", [*gguf_models.MODELS, *gguf_models.COMPUTED])

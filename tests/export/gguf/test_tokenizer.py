@@ -12,7 +12,7 @@ import pytest
 from megtool.errors import FormatError, MappingError
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from tests.support.errors import raises
-from tests.support.models import gguf_models
+from tests.support.models import byte_level
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -30,7 +30,7 @@ def _pieces() -> Any:
     found.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, show_progress=False)
-    found.train_from_iterator([gguf_models.WORDS] * 3, trainer)
+    found.train_from_iterator([byte_level.WORDS] * 3, trainer)
     return found
 
 
@@ -76,7 +76,7 @@ def test_pieces_have_scores() -> None:
 
 
 def test_splits_by_their_expressions(tmp_path: Path) -> None:
-    gguf_models.byte_level(tmp_path, 300)
+    byte_level.save(tmp_path, 300)
     told = json.loads((tmp_path / "tokenizer.json").read_text())
     bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
@@ -93,11 +93,11 @@ def test_splits_by_their_expressions(tmp_path: Path) -> None:
     assert build_tokenizer_keys(files, 320, pre_tokenizer="mine")["tokenizer.ggml.pre"] == "mine"
 
 
-@pytest.mark.parametrize("name", gguf_models.CUTS)
+@pytest.mark.parametrize("name", byte_level.CUTS)
 def test_splits_by_several_expressions(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers.models.qwen3_5")
-    gguf_models.byte_level(tmp_path, 300)
-    gguf_models.cut_as(tmp_path, name)
+    byte_level.save(tmp_path, 300)
+    byte_level.cut_as(tmp_path, name)
     told = (tmp_path / "tokenizer.json").read_bytes()
     assert build_tokenizer_keys({"tokenizer.json": told}, 320)["tokenizer.ggml.pre"] == name
     removed = told.replace(b'"Isolated"', b'"Removed"', 1)
@@ -106,7 +106,7 @@ def test_splits_by_several_expressions(name: str, tmp_path: Path) -> None:
 
 
 def _byte_level(folder: Path) -> dict[str, Any]:
-    gguf_models.byte_level(folder, 300)
+    byte_level.save(folder, 300)
     told: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
     return told
 
@@ -180,7 +180,7 @@ def test_stages_of_pieces(stage: dict[str, Any]) -> None:
 
 
 def test_chat_templates_by_name(tmp_path: Path) -> None:
-    gguf_models.byte_level(tmp_path, 300)
+    byte_level.save(tmp_path, 300)
     files = {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()}
     several = [{"name": "default", "template": "A"}, {"name": "rag", "template": "B"}]
     files["tokenizer_config.json"] = json.dumps({"chat_template": several}).encode()

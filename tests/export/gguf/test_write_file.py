@@ -23,7 +23,7 @@ from megtool.errors import (
 )
 from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
-from tests.support.models import gguf_models, mtp_models
+from tests.support.models import byte_level, gguf_models, mtp_models
 from tests.support.runs.exports import export_gguf
 
 gguf = pytest.importorskip("gguf")
@@ -234,7 +234,7 @@ def test_tokenizer_encodes_the_same(tmp_path: Path) -> None:
     export_gguf(source, tmp_path / "m.gguf")
     want = transformers.AutoTokenizer.from_pretrained(source)
     found = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in (gguf_models.WORDS, "Über 7<mark>bats</s>", "\n\n  x"):
+    for text in (byte_level.WORDS, "Über 7<mark>bats</s>", "\n\n  x"):
         assert found.encode(text) == want.encode(text)
     assert found.eos_token == want.eos_token == "</s>"
     assert found.chat_template == want.chat_template
@@ -248,7 +248,7 @@ def test_tokenizer_encodes_the_same(tmp_path: Path) -> None:
 
 def test_a_name_for_a_split_that_is_not_known(tmp_path: Path) -> None:
     source = gguf_models.save(tmp_path / "hf", "llama")
-    gguf_models.byte_level(source, 300)
+    byte_level.save(source, 300)
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     cut = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"}
     bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}

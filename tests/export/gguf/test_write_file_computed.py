@@ -11,7 +11,7 @@ import torch
 
 from megtool import reshard
 from megtool.errors import MappingError
-from tests.support.models import gguf_models, mtp_models, nested_cases
+from tests.support.models import byte_level, gguf_models, mtp_models, nested_cases
 from tests.support.runs.exports import export_gguf
 
 gguf = pytest.importorskip("gguf")
@@ -247,7 +247,7 @@ def test_a_tower_is_left_out_with_a_note(tmp_path: Path) -> None:
     """Kimi K2.5's; its text model is DeepSeek-V3's."""
     case = next(c for c in nested_cases.CASES if c.family == "kimi_k25")
     case.build(tmp_path / "hf", vocab_size=320)
-    gguf_models.byte_level(tmp_path / "hf", 300)
+    byte_level.save(tmp_path / "hf", 300)
     report = export_gguf(tmp_path / "hf", tmp_path / "m.gguf")
     assert any("only the text model is written, without 35 tensors" in n for n in report.notes)
     assert _field(tmp_path / "m.gguf", "general.architecture") == "deepseek2"
