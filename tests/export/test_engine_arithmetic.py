@@ -23,25 +23,16 @@ from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_decoder
 from tests.support.errors import raises
-from tests.support.models import tiny_text
-from tests.support.quant.loaded import randomize
+from tests.support.quant.quantize_sizes import save_llama
 
 TOKENS = torch.arange(96).view(2, 48) * 37 % 250
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("arithmetic") / "llama"
-    return randomize(tiny_text.save(folder, dtype="bfloat16", **SIZES))
+    return save_llama(folder)
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,8 @@ from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
-from tests.support.models import tiny_text
-from tests.support.quant.loaded import randomize
+from tests.support.quant.quantize_sizes import save_llama
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
 FREE = ["fp8_per_channel", "int8_weight_only", "int4_weight_only", "mxfp8", "mxfp4", "w4a16_nvfp4"]
 SHOWN = ["fp8", "nvfp4", "kv_fp8"]
@@ -38,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny model quantized by recipes, each when first asked for."""
     pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("export")
-    randomize(tiny_text.save(root / "hf", dtype="bfloat16", **SIZES))
+    save_llama(root / "hf")
     return {"": root / "hf"}
 
 

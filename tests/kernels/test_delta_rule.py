@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,56 +12,16 @@ from megtool.kernels import chunked_triton, delta_rule, delta_rule_triton
 from megtool.kernels.causal_conv import runs_of
 from megtool.kernels.delta_rule import gated_delta_rule, gated_delta_step
 from megtool.kernels.dispatch import Implementation, use
-
-F64 = torch.float64
-
-
-def inputs(
-    tokens: int,
-    *,
-    rows: int = 2,
-    heads: tuple[int, int] = (2, 4),
-    sizes: tuple[int, int] = (6, 5),
-    dtype: torch.dtype = F64,
-    seed: int = 0,
-) -> tuple[Tensor, ...]:
-    """Queries, keys, values, decays, betas, and a state."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=F64)
-
-    (keys, values), (key_size, value_size) = heads, sizes
-    return tuple(
-        x.to(dtype)
-        for x in (
-            noise(rows, tokens, keys, key_size),
-            noise(rows, tokens, keys, key_size),
-            noise(rows, tokens, values, value_size),
-            -noise(rows, tokens, values).exp(),
-            noise(rows, tokens, values).sigmoid(),
-            noise(rows, values, key_size, value_size),
-        )
-    )
-
-
-def recurrence(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, token by token."""
-    groups = value.shape[2] // key.shape[2]
-    query, key = (
-        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(groups, 2)
-        for x in (query, key)
-    )
-    outs = []
-    for t in range(value.shape[1]):
-        state = state * decay[:, t].exp()[..., None, None]
-        held = torch.einsum("bndp,bnd->bnp", state, key[:, t])
-        change = beta[:, t].unsqueeze(-1) * (value[:, t] - held)
-        state = state + torch.einsum("bnd,bnp->bndp", key[:, t], change)
-        outs.append(torch.einsum("bndp,bnd->bnp", state, query[:, t]) / key.shape[-1] ** 0.5)
-    return torch.stack(outs, 1), state
+from tests.support.models.delta_rule_cases import (
+    F64,
+    check_16_bits,
+    check_equal_keys,
+    check_finite_differences,
+    check_runs,
+    check_transformers,
+    inputs,
+    recurrence,
+)
 
 
 @pytest.fixture
@@ -84,11 +42,8 @@ def test_chunks_are_the_recurrence(tokens: int, heads: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("has_runs", [False, True])
 def test_gradients_are_those_of_finite_differences(has_runs: bool) -> None:
-    given = [x.requires_grad_() for x in inputs(7, heads=(1, 2), sizes=(3, 2))]
-    runs = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2, 2]]) if has_runs else None
-    assert torch.autograd.gradcheck(
-        lambda *x: gated_delta_rule(*x[:5], state_BNDP=x[5], runs_BS=runs), given
-    )
+    given = inputs(7, heads=(1, 2), sizes=(3, 2))
+    check_finite_differences(gated_delta_rule, given, has_runs=has_runs)
 
 
 @pytest.mark.parametrize("tokens", [5, 130])
@@ -96,18 +51,8 @@ def test_values_and_gradients_are_transformers(tokens: int) -> None:
     pytest.importorskip("transformers")
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-    given = [x.requires_grad_() for x in inputs(tokens, sizes=(16, 8), dtype=torch.float32)]
-    ours = gated_delta_rule(*given[:5], state_BNDP=given[5])
-    wanted = theirs.torch_chunk_gated_delta_rule(
-        *given[:5],
-        initial_state=given[5],
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    pulls = [torch.ones_like(x).cumsum(1) / x.shape[1] for x in ours]
-    grads = [torch.autograd.grad(outs, given, pulls) for outs in (ours, wanted)]
-    for got, want in zip((*ours, *grads[0]), (*wanted, *grads[1]), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    given = inputs(tokens, sizes=(16, 8), dtype=torch.float32)
+    check_transformers(gated_delta_rule, theirs.torch_chunk_gated_delta_rule, given)
 
 
 @pytest.mark.usefixtures("short_chunks")
@@ -132,16 +77,7 @@ def test_portions_of_any_size_are_one_pass(portions: list[int]) -> None:
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5))
 @settings(max_examples=15)
 def test_every_run_begins_with_a_state_of_zeros(lengths: list[int]) -> None:
-    *given, state = inputs(sum(lengths), rows=1)
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    out, last = gated_delta_rule(*given, state_BNDP=state, runs_BS=runs_of(documents[None]))
-    wanted: list[Tensor] = []
-    for part in zip(*(x.split(lengths, 1) for x in given), strict=True):
-        alone, behind = recurrence(*part, state)
-        wanted.append(alone)
-        state = torch.zeros_like(state)
-    torch.testing.assert_close(out, torch.cat(wanted, 1))
-    torch.testing.assert_close(last, behind)
+    check_runs(gated_delta_rule, inputs(sum(lengths), rows=1), lengths)
 
 
 def test_a_token_without_beta_and_decay_leaves_the_state() -> None:
@@ -154,30 +90,12 @@ def test_a_token_without_beta_and_decay_leaves_the_state() -> None:
 
 def test_equal_keys_and_strong_decays_stay_finite() -> None:
     """Systems whose powers would overflow, and decays whose inverses would."""
-    query, key, value, decay, _, _ = inputs(192, dtype=torch.float32)
-    key = key[:, :1].expand_as(key).contiguous()
-    for strong in (0.0, 200.0):
-        given = [
-            x.requires_grad_() for x in (query, key, value, decay * strong, torch.ones_like(decay))
-        ]
-        out, _ = gated_delta_rule(*given)
-        exact = recurrence(*(x.detach().double() for x in given), torch.zeros(2, 4, 6, 5).double())
-        torch.testing.assert_close(out.double(), exact[0], rtol=1e-4, atol=1e-4)
-        assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), given))
-        for x in given:
-            x.requires_grad_(False)
+    check_equal_keys(gated_delta_rule, inputs(192, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_are_computed_in_32(dtype: torch.dtype) -> None:
-    given: list[Any] = [x.requires_grad_() for x in inputs(70, dtype=dtype)[:5]]
-    out, last = gated_delta_rule(*given)
-    want, want_last = gated_delta_rule(*(x.detach().float() for x in given))
-    assert out.dtype == dtype
-    assert last.dtype == torch.float32
-    assert torch.equal(out, want.to(dtype))
-    assert torch.equal(last, want_last)
-    assert all(g.dtype == dtype for g in torch.autograd.grad(out.sum(), given))
+    check_16_bits(gated_delta_rule, inputs(70, dtype=dtype))
 
 
 def test_nothing_to_differentiate_but_the_state() -> None:

@@ -10,18 +10,12 @@ from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
-from megtool.inference.batching import GenerateRequest
-from megtool.inference.forward import Forward
-from megtool.inference.generate import DecodingOptions, generate
-from megtool.kernels.causal_conv import runs_of
+from megtool.inference.generate import DecodingOptions
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KeySpan, KVCache
 from megtool.model.decoder import Decoder
 from megtool.model.delta_net import GatedDeltaNet
-from megtool.model.forward_context import ForwardContext
 from megtool.model.hook_locations import places
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merge
-from megtool.model.paged_cache import PagedCache
 from megtool.model.recompute import recompute
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
@@ -29,6 +23,17 @@ from megtool.train.features.adapter_tensors import canonical_modules
 from megtool.train.memory_estimate import meta_groups
 from tests.support.checkpoints.arrays import carry
 from tests.support.models import moe_models
+from tests.support.models.delta_cases import (
+    CLOSE,
+    TOKENS,
+    check_decoding,
+    check_generation,
+    check_packed_documents,
+    check_padding,
+    noise,
+    random_text,
+    run,
+)
 from tests.support.worlds import context_layouts
 from tests.support.worlds.gloo_world import run_world
 
@@ -49,12 +54,6 @@ SIZES: dict[str, Any] = dict(
     linear_value_head_dim=6,
 )
 CONFIG = ModelConfig(**SIZES)
-TOKENS = 70  # more than a chunk
-CLOSE = {"rtol": 1e-5, "atol": 2e-5}
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def theirs() -> Any:
@@ -102,32 +101,6 @@ def ours(module: Any, **more: Any) -> GatedDeltaNet:
     return made
 
 
-def frame_of(
-    shape: tuple[int, int],
-    cache: KVCache | None = None,
-    valid: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> ForwardContext:
-    batch = Batch(tokens_BS=torch.zeros(shape, dtype=torch.int64), valid_BS=valid)
-    span = KeySpan.fresh(batch) if cache is None else cache.begin(batch)
-    return ForwardContext(
-        num_rows=shape[0],
-        num_tokens=shape[1],
-        positions_BS=span.positions_BS,
-        rotary=None,  # type: ignore[arg-type]
-        masks=(),
-        cache=cache,
-        real_BS=span.real_BS,
-        runs_BS=None if documents is None else runs_of(documents),
-    )
-
-
-def run(made: GatedDeltaNet, x_BSH: Tensor, *args: Any, **more: Any) -> Tensor:
-    shape = (x_BSH.shape[0], x_BSH.shape[1])
-    out: Tensor = made(x_BSH.flatten(0, 1), frame_of(shape, *args, **more))
-    return out.view(x_BSH.shape)
-
-
 def normed(made: GatedDeltaNet, x: Tensor) -> Tensor:
     return made.in_proj.normalize(x)
 
@@ -171,57 +144,17 @@ def test_output_and_gradients_are_transformers() -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "graphable", "paged"])
 def test_decoding_is_the_whole_pass(kind: str) -> None:
-    made = ours(theirs())
-    cache: KVCache
-    if kind == "paged":
-        cache = PagedCache(CONFIG, num_blocks=60, block_size=4)
-    else:
-        cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=80, graphable=kind == "graphable")
-    x = noise(2, TOKENS, 32)
-    outs = []
-    with torch.no_grad():
-        want = run(made, x)
-        for part in (x[:, :20], x[:, 20:23], *x[:, 23:].split(1, 1)):
-            if isinstance(cache, PagedCache):
-                cache.choose([(n, part.shape[1]) for n in range(2)])
-            outs.append(run(made, part, cache))
-            cache.advance()
-    torch.testing.assert_close(torch.cat(outs, 1), want, **CLOSE)
+    check_decoding(ours(theirs()), CONFIG, kind)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_as_if_it_were_not_there(side: str) -> None:
     """Neither in a pass without a cache, nor for the tokens after it."""
-    made = ours(theirs())
-    x = noise(2, 30, 32)
-    real = torch.arange(20) < torch.tensor([[13], [20]])
-    real = real.flip(1) if side == "left" else real
-    first, then = x[:, :20], x[:, 20:]
-    cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=40)
-    with torch.no_grad():
-        without = run(made, first, valid=real)
-        outs = [run(made, first, cache, real)]
-        cache.advance()
-        for part in (then[:, :9], then[:, 9:]):
-            outs.append(run(made, part, cache))
-            cache.advance()
-        for row in range(2):
-            alone = run(made, torch.cat((first[row][real[row]], then[row]))[None])[0]
-            size = int(real[row].sum())
-            torch.testing.assert_close(without[row][real[row]], alone[:size], **CLOSE)
-            got = torch.cat((outs[0][row][real[row]], outs[1][row], outs[2][row]))
-            torch.testing.assert_close(got, alone, **CLOSE)
+    check_padding(ours(theirs()), CONFIG, side)
 
 
 def test_packed_documents_are_as_each_alone() -> None:
-    made = ours(theirs())
-    x = noise(1, TOKENS, 32)
-    sizes = [13, 53, 1, 3]
-    documents = torch.repeat_interleave(torch.tensor([4, 2, 7, 1]), torch.tensor(sizes))[None]
-    with torch.no_grad():
-        got = run(made, x, documents=documents).split(sizes, 1)
-        for part, out in zip(x.split(sizes, 1), got, strict=True):
-            torch.testing.assert_close(out, run(made, part), **CLOSE)
+    check_packed_documents(ours(theirs()))
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"tp": 2, "cp": 2}, {"cp": 3}], ids=str)
@@ -232,10 +165,6 @@ def test_heads_that_do_not_go_evenly_are_refused_with_sizes_that_do(layout: Any)
 
 
 # ---- whole models: Qwen3-Next
-
-
-def random_text(rows: int, length: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def models(name: str = "qwen3_next", **changes: Any) -> tuple[Any, Decoder]:
@@ -268,31 +197,13 @@ def test_five_steps_of_adamw_are_transformers(name: str) -> None:
             optimizer.zero_grad()
 
 
-@torch.inference_mode()
 def test_generation_is_transformers_token_for_token() -> None:
     """All at once, recorded, and more prompts than slots: sequences leave, and others enter."""
-    model, decoder = models()
-    prompts = [random_text(1, n, seed=n) for n in (5, 2, 9, 70)]
-    requests, wanted = [], []
-    for number, prompt in enumerate(prompts):
-        whole = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        wanted.append(whole[0, prompt.shape[1] :].tolist())
-        ids = tuple(prompt[0].tolist())
-        requests.append(GenerateRequest(number=number, prompt=ids, max_new_tokens=8))
-    for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4)):
-        options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
-        got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
-        assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)
-
-
-class Silent:
-    """A detokenizer of nothing."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
+    ways = [
+        DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
+        for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4))
+    ]
+    check_generation(*models(), ways)
 
 
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}], ids=str)

@@ -6,22 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError
-from megtool.inference.batching import GenerateRequest
-from megtool.inference.forward import Forward
-from megtool.inference.generate import DecodingOptions, generate
-from megtool.kernels.causal_conv import runs_of
+from megtool.inference.generate import DecodingOptions
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KeySpan, KVCache
 from megtool.model.decoder import Decoder
-from megtool.model.forward_context import ForwardContext
 from megtool.model.hook_locations import places
 from megtool.model.kimi_delta import KimiDeltaAttention
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merge
-from megtool.model.paged_cache import PagedCache
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.adapter_tensors import canonical_modules
@@ -29,6 +22,17 @@ from megtool.train.memory_estimate import meta_groups
 from tests.support.checkpoints.arrays import carry
 from tests.support.errors import raises
 from tests.support.models import moe_models
+from tests.support.models.delta_cases import (
+    CLOSE,
+    TOKENS,
+    check_decoding,
+    check_generation,
+    check_packed_documents,
+    check_padding,
+    noise,
+    random_text,
+    run,
+)
 from tests.support.worlds import context_layouts
 from tests.support.worlds.gloo_world import run_world
 
@@ -48,8 +52,6 @@ SIZES: dict[str, Any] = dict(
     linear_value_head_dim=8,
 )
 CONFIG = ModelConfig(**SIZES)
-TOKENS = 70  # more than a chunk
-CLOSE = {"rtol": 1e-5, "atol": 2e-5}
 STORED = {
     "dt_bias": "forget_gate.dt_bias",
     "f_a_proj.weight": "forget_gate.f_a_proj.weight",
@@ -61,10 +63,6 @@ STORED = {
     "out_norm.weight": "o_norm.weight",
     "out_proj.weight": "o_proj.weight",
 }
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def theirs() -> Any:
@@ -95,32 +93,6 @@ def ours(module: Any) -> KimiDeltaAttention:
     values["in_proj.weight"] = torch.cat([weights[f"{x}_proj.weight"] for x in "qkv"])
     made.load_state_dict(values)
     return made
-
-
-def frame_of(
-    shape: tuple[int, int],
-    cache: KVCache | None = None,
-    valid: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> ForwardContext:
-    batch = Batch(tokens_BS=torch.zeros(shape, dtype=torch.int64), valid_BS=valid)
-    span = KeySpan.fresh(batch) if cache is None else cache.begin(batch)
-    return ForwardContext(
-        num_rows=shape[0],
-        num_tokens=shape[1],
-        positions_BS=span.positions_BS,
-        rotary=None,  # type: ignore[arg-type]
-        masks=(),
-        cache=cache,
-        real_BS=span.real_BS,
-        runs_BS=None if documents is None else runs_of(documents),
-    )
-
-
-def run(made: KimiDeltaAttention, x_BSH: Tensor, *args: Any, **more: Any) -> Tensor:
-    shape = (x_BSH.shape[0], x_BSH.shape[1])
-    out: Tensor = made(x_BSH.flatten(0, 1), frame_of(shape, *args, **more))
-    return out.view(x_BSH.shape)
 
 
 def test_names_and_shapes_are_megatrons_in_its_order() -> None:
@@ -163,55 +135,17 @@ def test_output_and_gradients_are_transformers() -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "graphable", "paged"])
 def test_decoding_is_the_whole_pass(kind: str) -> None:
-    made = ours(theirs())
-    cache: KVCache
-    if kind == "paged":
-        cache = PagedCache(CONFIG, num_blocks=60, block_size=4)
-    else:
-        cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=80, graphable=kind == "graphable")
-    x = noise(2, TOKENS, 32)
-    outs = []
-    with torch.no_grad():
-        want = run(made, x)
-        for part in (x[:, :20], x[:, 20:23], *x[:, 23:].split(1, 1)):
-            if isinstance(cache, PagedCache):
-                cache.choose([(n, part.shape[1]) for n in range(2)])
-            outs.append(run(made, part, cache))
-            cache.advance()
-    torch.testing.assert_close(torch.cat(outs, 1), want, **CLOSE)
+    check_decoding(ours(theirs()), CONFIG, kind)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_as_if_it_were_not_there(side: str) -> None:
     """Neither in a pass without a cache, nor for the tokens after it."""
-    made = ours(theirs())
-    x = noise(2, 30, 32)
-    real = torch.arange(20) < torch.tensor([[13], [20]])
-    real = real.flip(1) if side == "left" else real
-    first, then = x[:, :20], x[:, 20:]
-    cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=40)
-    with torch.no_grad():
-        without = run(made, first, valid=real)
-        outs = [run(made, first, cache, real)]
-        cache.advance()
-        outs.append(run(made, then, cache))
-        for row in range(2):
-            alone = run(made, torch.cat((first[row][real[row]], then[row]))[None])[0]
-            size = int(real[row].sum())
-            torch.testing.assert_close(without[row][real[row]], alone[:size], **CLOSE)
-            got = torch.cat((outs[0][row][real[row]], outs[1][row]))
-            torch.testing.assert_close(got, alone, **CLOSE)
+    check_padding(ours(theirs()), CONFIG, side)
 
 
 def test_packed_documents_are_as_each_alone() -> None:
-    made = ours(theirs())
-    x = noise(1, TOKENS, 32)
-    sizes = [13, 53, 1, 3]
-    documents = torch.repeat_interleave(torch.tensor([4, 2, 7, 1]), torch.tensor(sizes))[None]
-    with torch.no_grad():
-        got = run(made, x, documents=documents).split(sizes, 1)
-        for part, out in zip(x.split(sizes, 1), got, strict=True):
-            torch.testing.assert_close(out, run(made, part), **CLOSE)
+    check_packed_documents(ours(theirs()))
 
 
 @pytest.mark.parametrize("layout", [{"tp": 3}, {"tp": 4, "cp": 2}], ids=str)
@@ -236,40 +170,18 @@ def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], told: str) ->
 # ---- whole models: Kimi Linear
 
 
-def random_text(rows: int, length: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 def models(**changes: Any) -> tuple[Any, Decoder]:
     model = moe_models.transformers_model("kimi_linear", **changes)
     return model, moe_models.ours("kimi_linear", model, carry)
 
 
-@torch.inference_mode()
 def test_generation_is_transformers_token_for_token() -> None:
     """All at once, recorded, and more prompts than slots: sequences leave, and others enter."""
-    model, decoder = models()
-    prompts = [random_text(1, n, seed=n) for n in (5, 2, 9, 70)]
-    requests, wanted = [], []
-    for number, prompt in enumerate(prompts):
-        whole = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        wanted.append(whole[0, prompt.shape[1] :].tolist())
-        ids = tuple(prompt[0].tolist())
-        requests.append(GenerateRequest(number=number, prompt=ids, max_new_tokens=8))
-    for slots, graphed in ((4, False), (4, True), (2, False)):
-        options = DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
-        got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
-        assert [[t.id for t in c.tokens] for c in got] == wanted, (slots, graphed)
-
-
-class Silent:
-    """A detokenizer of nothing."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
+    ways = [
+        DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
+        for slots, graphed in ((4, False), (4, True), (2, False))
+    ]
+    check_generation(*models(), ways)
 
 
 @pytest.mark.slow

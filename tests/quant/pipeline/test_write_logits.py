@@ -14,25 +14,17 @@ from megtool.model.batch import Batch
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel, StoredQuantization
 from megtool.quant.qparams import QParams
-from tests.support.models import tiny_text
-from tests.support.quant.loaded import open_model_source, randomize, stored_quantization
+from tests.support.quant.loaded import open_model_source, stored_quantization
+from tests.support.quant.quantize_sizes import save_llama
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
-SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("same") / "llama"
-    return randomize(tiny_text.save(folder, dtype="bfloat16", **SIZES))
+    return save_llama(folder)
 
 
 def simulated(folder: Path, quantization: QParams | StoredQuantization) -> Tensor:
