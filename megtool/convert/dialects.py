@@ -186,7 +186,7 @@ def _what_to_do(unknown: Sequence[str], table: Table, model: CanonicalModel) -> 
             "the family has them, but not in such layers by this configuration: "
             f"{kinds}, or --exclude GLOB leaves them out"
         )
-    return "exclude them, or add rows for them to the family's table"
+    return "--exclude GLOB leaves them out, or add rows for them to the family's table"
 
 
 def _sorted_by_state(
@@ -430,7 +430,7 @@ def _homeless(
     text = f"{reason} have no place in {dialect!r}: {summarize(names)}"
     gap = first_gap(table, model, names[0], canonical)
     if gap is None:
-        hint = "exclude them, or add rows for them to the family's table"
+        hint = "--exclude GLOB leaves them out, or add rows for them to the family's table"
         return MappingError(text, tensor=names[0], hint=hint)
     stored, lacks = gap
     stacked = dialect == "megatron" and lacks.startswith("layers.")

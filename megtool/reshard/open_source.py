@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, read_sidecar
-from megtool.checkpoint.formats import STATE_DICT_FORMATS, open_checkpoint
+from megtool.checkpoint.formats import ARRAY_FORMATS, STATE_DICT_FORMATS, open_checkpoint
 from megtool.checkpoint.formats.auxiliary_files import check_json_size
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.read import CheckpointReader
@@ -25,10 +25,11 @@ from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer
 from megtool.convert.families import detect_family, family
 from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.label_head import with_label_head
-from megtool.convert.megatron import is_encoder_decoder
+from megtool.convert.megatron import is_encoder_decoder, is_megatron, split_state
 from megtool.convert.megatron_args import config_from_args
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_args
+from megtool.convert.sharding import is_known
 from megtool.errors import (
     FormatError,
     MappingError,
@@ -45,6 +46,7 @@ from megtool.reshard.megatron.model_space import to_model_space
 from megtool.reshard.megatron.nemo_config import read_foreign_args
 from megtool.reshard.repeated_tensors import has_own_head
 from megtool.reshard.source import HF_FOLDER, CheckpointSource, ModelIdentity
+from megtool.tensors.sharded import GlobalTensor
 
 _LOG = logging.getLogger(__name__)
 _STATE_OF_RANK = re.compile(r"[^/]+/(distrib_optim|model_optim_rng/optimizer)/")
@@ -255,29 +257,55 @@ def bind_names(
     """
     names = [t.name for t in catalogue.tensors]
     dialect = _choose_dialect(catalogue, names, model, for_format)
-    try:
-        side = read_side(
-            catalogue.tensors,
+
+    def read(tensors: Sequence[GlobalTensor]) -> CanonicalView:
+        return read_side(
+            tensors,
             dialect=dialect,
             family=model.family if model else None,
             config=model.config if model else None,
             partial=is_partial,
             blocks=tensor_blocks(catalogue),
         )
+
+    try:
+        side = read(catalogue.tensors)
     except MappingError as e:
-        args_config = model.config if model is not None and model.family is None else None
-        if isinstance(e, UnknownTensorsError) and args_config is not None:
-            # The args name no family, and some models have more tensors: all keep their names.
-            reason = e
-            side = read_side(catalogue.tensors, dialect="identity", config=args_config)
-        elif lenient:
-            reason, model = e, None
-            side = read_side(catalogue.tensors, dialect="identity")
-        else:
+        config, has_family = None, model is not None and model.family is not None
+        if model is not None and isinstance(e, UnknownTensorsError):
+            # Of a model that is known, more tensors than a table has: all keep their names.
+            carries = lenient or _keeps_names(catalogue.format, for_format)
+            if not has_family or (carries and _is_read_without_unknown(read, catalogue)):
+                config = model.config
+        if config is None and not lenient:
             raise
+        if has_family and not lenient:
+            _LOG.warning("%s; all tensors keep their names", e.message)
+        reason, model = e, None if has_family or config is None else model
+        side = read_side(catalogue.tensors, dialect="identity", config=config)
     if model is not None and side.config is not None:
         model = replace(model, config=side.config)
     return model, reason, side
+
+
+def _keeps_names(*formats: str | None) -> bool:
+    """Whether formats have Megatron's names, and say where in a tensor each shard lies: then it
+    makes no difference how Megatron cuts one over ranks.
+    """
+    return {*formats} <= {"torch_dist", *STATE_DICT_FORMATS, *ARRAY_FORMATS}
+
+
+def _is_read_without_unknown(
+    read: Callable[[Sequence[GlobalTensor]], CanonicalView], catalogue: Catalogue
+) -> bool:
+    """Whether the tensors are those of the model, but for some of which Megatron has none."""
+    if not is_megatron(t.name for t in catalogue.tensors):
+        return False
+    try:
+        read([t for t in catalogue.tensors if is_known(split_state(t.name)[2])])
+    except MappingError:
+        return False
+    return True
 
 
 def _choose_dialect(

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megtool import reshard
+from megtool import reshard, verify
 from megtool.convert import megatron
 from megtool.convert.mapping import Row
 from megtool.convert.sharding import is_known
-from megtool.errors import MappingError, UsageError
+from megtool.errors import MappingError, UnknownTensorsError, UsageError
+from megtool.reshard.open_source import open_source
+from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
 ADAPTER, HEAD = "decoder.layers.0.mlp.adapter.weight", "my_head.weight"
@@ -66,6 +68,27 @@ def test_one_rank_and_other_formats_need_no_word(source: Path, tmp_path: Path) -
         reshard(source, tmp_path / "no", to="torch_dist", tp=2, replicate=["*"])
     with pytest.raises(UsageError, match="matches no tensor"):
         reshard(source, tmp_path / "no", to="megatron", tp=2, replicate=["*", "nothing.*"])
+
+
+def test_formats_with_global_shapes_carry_them_though_a_family_does_not_know_them(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf, stored = source.parent / "hf", tmp_path / "td"
+    reshard(source, stored, to="torch_dist", tp=2)
+    for to, layout in (("torch_dist", {"tp": 4}), ("dcp", {}), ("zarr", {})):
+        caplog.clear()
+        reshard(stored, tmp_path / to, to=to, like=hf, **layout)
+        assert "2 stored tensors are not known to 'llama'" in caplog.text
+        report = verify(stored, tmp_path / to)
+        assert report.verdict == "equal", list(report.lines())
+        assert {ADAPTER, HEAD} <= set(open_source(tmp_path / to, lenient=True).catalogue.index)
+    for to in ("megatron", "hf"):
+        with raises(UnknownTensorsError, "2 stored tensors", hint="--exclude"):
+            reshard(stored, tmp_path / "no", to=to, like=hf)
+    bias = f"{ADAPTER}=decoder.layers.0.self_attention.linear_qkv.bias"  # which is another model's
+    reshard(stored, tmp_path / "biased", to="torch_dist", rename=[bias])
+    with raises(MappingError, "linear_qkv.bias", "the configuration says"):
+        reshard(tmp_path / "biased", tmp_path / "no", to="torch_dist", like=hf)
 
 
 def test_megatrons_own_names_are_known() -> None:
