@@ -19,7 +19,7 @@ from megtool.convert.sharding import (
     ShardingRule,
     Stages,
     check_layout,
-    is_tower,
+    is_beside_text,
     rule_of,
     stages_of,
     with_decoder,
@@ -202,7 +202,7 @@ def in_buffer(parameters: Sequence[Parameter], num_elements: int) -> list[Parame
     """
     if sum(p.numel for p in parameters) <= num_elements:
         return list(parameters)
-    return [p for p in parameters if not (is_tower(p.key) or INDEXER in p.key)]
+    return [p for p in parameters if not (is_beside_text(p.key) or INDEXER in p.key)]
 
 
 def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 # Other parts of models than their text: every rank of the first stage has them whole, whatever
 # their names end with, unless they are made of Megatron's own layers.
-_TOWER = re.compile(rf"(?:{'|'.join(TOWERS)})\.(?!decoder\.layers\.)")
+_TOWER = re.compile(rf"(?:{'|'.join(TOWERS)})\.(decoder\.layers\.)?")
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(
     r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc[12](?:\.(?:weight|bias)(\d+))?"
@@ -414,7 +414,13 @@ def is_known(key: str) -> bool:
 
 
 def is_tower(key: str) -> bool:
-    """Whether a tensor belongs to another part of a model than its text."""
+    """Whether a tensor belongs to another part of a model than its text, and is whole on ranks."""
+    match = _TOWER.match(key)
+    return match is not None and match[1] is None
+
+
+def is_beside_text(key: str) -> bool:
+    """Whether a tensor belongs to another part of a model than its text, whole on ranks or cut."""
     return _TOWER.match(key) is not None
 
 

@@ -191,6 +191,22 @@ def test_buckets_hold_the_state_of_the_text_model(
     assert verify(tuned, tmp_path / "back").verdict == "equal"
 
 
+@pytest.mark.slow
+def test_buckets_have_no_state_of_towers_with_megatrons_names(data: Path, tmp_path: Path) -> None:
+    """The layers of Qwen3.5's tower are cut over ranks as those of its text are, and frozen."""
+    options: dict[str, Any] = {"train_iters": 2, "seq_length": 32, "threads": 1, "fsync": False}
+    finetune(save(DELTA, tmp_path / "hf"), tmp_path / "0", data=[str(data)], lr=1e-3, **options)
+    steps: list[dict[str, Any]] = [
+        {"to": "torch_dist", "optimizer_format": "dp_reshardable", "tp": 2},
+        {"to": "megatron", "tp": 2, "pp": 2},
+        {"to": "torch_dist", "optimizer_format": "dp_reshardable", "pp": 2},
+        {"to": "torch_dist", "optimizer_format": "fully_reshardable"},
+    ]
+    for number, step in enumerate(steps):
+        reshard(tmp_path / f"{number}", tmp_path / f"{number + 1}", fsync=False, **step)
+        assert verify(tmp_path / "0", tmp_path / f"{number + 1}").verdict == "equal", step
+
+
 def test_state_of_towers_is_held_by_name_alone(tmp_path: Path) -> None:
     """In which order a model registers a tower's parameters, nothing says."""
     save(GEMMA, tmp_path / "hf")

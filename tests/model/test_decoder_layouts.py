@@ -301,7 +301,7 @@ def test_a_layout_is_one_process(kind: str, size: int, tmp_path: Path) -> None:
         jobs += [
             Job(name=name, checkpoint=there, answer=answer, layout=layout, how=how) for how in hows
         ]
-    ranks = run_world(family_layouts.compare, size, jobs, timeout_s=300)
+    ranks = run_world(family_layouts.compare, size, jobs, timeout_s=900)
     wrong = []
     for job in map(str, jobs):
         found = {n: max(r[job].get(n, 0.0) for r in ranks) for r in ranks for n in r[job]}

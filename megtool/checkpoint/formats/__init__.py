@@ -122,7 +122,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
         contents={
             "megatron": "Megatron's legacy `torch` format: `mp_rank_TT[_PPP][_EEE]/"
             "model_optim_rng.pt` and `distrib_optim.pt`; a tensor that no Megatron module has is "
-            "whole in every rank's file only with `--replicate GLOB`",
+            "whole in every rank's file only with `--replicate GLOB`; formats with global shapes "
+            "carry it with a warning",
         },
         module="megtool.checkpoint.formats.megatron_legacy",
         description="a folder with mp_rank_* folders",

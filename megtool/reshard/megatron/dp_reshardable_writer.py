@@ -20,7 +20,7 @@ from megtool.convert.rank_parameters import (
     of_tensor_rank,
     rank_parameters,
 )
-from megtool.convert.sharding import is_tower
+from megtool.convert.sharding import is_beside_text
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
@@ -65,7 +65,9 @@ def plan_buckets(
     Raises:
         LayoutError: buckets cannot hold experts at this layout.
     """
-    weights = each_once([t for t in weights if not (is_module_buffer(t.name) or is_tower(t.name))])
+    weights = each_once(
+        [t for t in weights if not (is_module_buffer(t.name) or is_beside_text(t.name))]
+    )
     ranks = rank_parameters(weights, config, parallel)
     has_expert_chain = parallel.ep > 1 and any(
         p.is_expert for parameters in ranks.values() for p in parameters
