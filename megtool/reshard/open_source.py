@@ -141,6 +141,8 @@ def open_source(
         lenient=lenient,
         for_format=for_format,
     )
+    if for_format and reason and not (lenient or isinstance(reason, UnknownFamilyError)):
+        _LOG.warning("%s; all tensors keep their names", reason.message)
     if prove_all and "registration_order" not in catalogue.metadata:  # else it is proved already
         check_masters(catalogue, side, compare_all=True)
     for warning in catalogue.warnings:
@@ -279,8 +281,6 @@ def bind_names(
                 config = model.config
         if config is None and not lenient:
             raise
-        if has_family and not lenient:
-            _LOG.warning("%s; all tensors keep their names", e.message)
         reason, model = e, None if has_family or config is None else model
         side = read_side(catalogue.tensors, dialect="identity", config=config)
     if model is not None and side.config is not None:

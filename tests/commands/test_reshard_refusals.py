@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,35 @@ def test_stages_of_an_encoder_with_a_decoder_are_named(tmp_path: Path) -> None:
     reshard(tmp_path / "ranks", tmp_path / "out", to="torch_dist", tp=1)
     assert verify(source, tmp_path / "ranks").verdict == "equal"
     assert verify(source, tmp_path / "out").verdict == "equal"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("*-*", "the layer pattern has 3 layers, and num_layers is 8"),
+        ("*-*-*-*-*-", "the layer pattern has 10 layers, and num_layers is 8"),
+        ("*E*-*-*-", "num_experts is 0"),
+        ("*-Q-*-*-", "has the symbol 'Q'"),
+        ("M-*-*-*-", "not known to 'megatron': 'decoder.layers.0.self_attention.linear_qkv"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_the_layers_is_told(
+    pattern: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a HybridModel that says nothing but its arguments: no table can name its tensors."""
+    source, options = tmp_path / "source", {"to": "torch_dist", "model_class": "hybrid"}
+    reshard(tiny_llama.save(tmp_path / "hf"), source, fsync=False, **options)
+    (file,) = source.rglob("common.pt")
+    state = torch.load(file, weights_only=False)
+    state["args"].hybrid_layer_pattern = pattern
+    torch.save(state, file)
+    shutil.rmtree(file.parent / "hf")
+    for sidecar in source.rglob(SIDECAR):
+        sidecar.unlink()
+    reshard(source, tmp_path / "same", to="torch_dist", fsync=False)
+    assert why in caplog.text
+    with raises(MappingError, why, hint=True):
+        reshard(source, tmp_path / "gpt", to="torch_dist", model_class="gpt", fsync=False)
+    if "M" not in pattern:
+        with raises(MappingError, why, hint="--like"):
+            reshard(source, tmp_path / "ranks", to="megatron", fsync=False)

@@ -98,8 +98,9 @@ def plan_layout(
     """Plan every rank's `model_optim_rng.pt`, and `distrib_optim.pt` where there is state."""
     config = out.side.config or (source.model.config if source.model else None)
     if config is None:
+        why = f": {source.reason.message}" if source.reason else ""
         raise MappingError(
-            "files per rank need the model's configuration",
+            f"files per rank need the model's configuration{why}",
             file=source.path,
             hint="--like HF_FOLDER gives it",
             error_id="no-model-config",
