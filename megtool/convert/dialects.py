@@ -131,8 +131,11 @@ def read_side(
         )
     absent, flags = missing(out.canonical, model)
     if absent and not partial:
+        table = _table(dialect, family, per_layer=megatron.is_per_layer(by_state.get("", {})))
+        place = first_gap(Binding(table, model).rows, model, absent[0], out.canonical)
         raise MappingError(
-            f"{_count(len(absent), 'tensor')} missing: {summarize(absent)}",
+            f"{_count(len(absent), 'tensor')} missing: {summarize(absent)}"
+            + (f"; the first would be in {place[0]!r}" if place else ""),
             tensor=absent[0],
             hint=_say_absent(absent, config),
             error_id="missing-tensors",

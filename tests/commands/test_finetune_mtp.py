@@ -178,6 +178,7 @@ def test_a_tensor_that_is_missing_is_named(
     save_file(held, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MappingError, match=r"1 tensor is missing: 'mtp\.1\.") as caught:
         finetune(broken, tmp_path / "out", data=[str(data)], seq_length=32)
+    assert f"model.layers.3.{missing}.weight" in caught.value.message
     assert "counts 2 layers of multi-token prediction" in (caught.value.hint or "")
 
 

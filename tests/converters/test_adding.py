@@ -99,3 +99,28 @@ def test_causal_models_of_transformers_are_known_or_refused_with_the_way_to_add_
     told = set(re.findall(r"`(\w+)`", page))
     if version("transformers") in page:  # else the page tells of another release
         assert told == refused
+
+
+BRIDGED = """
+BailingMoeV2ForCausalLM DeciLMForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+DeepseekV4ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoEForCausalLM
+FalconH1ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration
+Gemma4ForCausalLM Gemma4ForConditionalGeneration GemmaForCausalLM Glm4MoeForCausalLM
+Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM HYV3ForCausalLM
+KimiK25ForConditionalGeneration LlamaForCausalLM MiMoForCausalLM MiMoV2FlashForCausalLM
+MiniMaxM2ForCausalLM Mistral3ForConditionalGeneration MistralForCausalLM NemotronForCausalLM
+NemotronHForCausalLM OlmoeForCausalLM Qwen2ForCausalLM Qwen2_5_VLForConditionalGeneration
+Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3VLForConditionalGeneration
+Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+"""
+"""Of the classes that Megatron-Bridge registers a bridge for (067f987, 2026-08-22), those that are
+known here; of others it has audio, omni and vision models, Sarvam, Step and Kimi K3."""
+
+
+def test_most_models_of_megatron_bridge_are_known() -> None:
+    for architecture in BRIDGED.split():
+        assert architecture in detect_family({"architectures": [architecture]}).architectures
+    assert len(BRIDGED.split()) > 40
+    kimi = {"architectures": ["KimiK2ForCausalLM"], "model_type": "kimi_k2"}
+    assert detect_family(kimi).name == "deepseek_v3"
