@@ -138,6 +138,13 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
             f"recipe {recipe.name} has `fold: true`, and ModelOpt stores pre_quant_scale",
             hint="use --backend megtool, or `fold: false`",
         )
+    for option in ("four_over_six", "scale_search", "cast"):
+        if options.get(option):
+            raise RecipeError(
+                f"recipe {recipe.name} has `{option}: true`, and the ModelOpt backend takes the "
+                "scales of the largest elements",
+                hint=f"use --backend megtool, or `{option}: false`",
+            )
     out: dict[str, Any] = {"method": _METHODS[method]}
     if method == "awq" and options.get("clip"):
         out["method"] = "awq_full"

@@ -20,8 +20,8 @@ class WeightQParams:
     `amax`, which has the shape of the scales of the packing (`[]`, `[out]`, `[out, in/group]`,
     `[out/block, in/block]`; None: the amax of the weight itself after smoothing), then rounded.
     `global_amax` is the per-tensor amax of formats with two-level scales, shared by fused siblings
-    (0: the weight's own). `codes` int8 `[out, in]` are the integer codes if they are not the
-    nearest ones (GPTQ).
+    (0: the weight's own). `codes` int8 `[out, in]` are the codes, integers or the bits of
+    floats, if they are not the nearest ones (GPTQ).
 
     Inputs are divided by `smoothing_scale`: by the preceding norm (`QParams.norm_scales`) or, with
     `stores_pre_quant_scale`, by the engine, which reads `pre_quant_scale = 1 / smoothing_scale`.

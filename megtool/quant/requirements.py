@@ -43,7 +43,8 @@ def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequir
     rounds = format.algo in INPUT_PACKINGS
     by_output = (config.clips_weights or config.gptq) and not config.mse
     gram = by_output or (searches and not rounds)
-    sample = rounds and (searches or config.clips_inputs or (smooths and config.alpha is None))
+    clips = config.clips_inputs and format.number.calibrates
+    sample = rounds and (searches or clips or (smooths and config.alpha is None))
     return CalibrationRequirements(
         data=(format.number.calibrates and not format.input_amax) or gram or sample or smooths,
         gram=gram,

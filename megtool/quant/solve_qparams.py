@@ -182,7 +182,7 @@ class _Solver:
         needs_weights |= (
             statistics is not None and config.smoothing != "none" and format.number.smooths
         )
-        needs_weights |= config.mse or (is_two_level(format) and len(modules) > 1)
+        needs_weights |= config.mse or (is_two_level(format) and (len(modules) > 1 or config.cast))
         weights: dict[str, Tensor] = {}
         norm = None
         if needs_weights:

@@ -18,6 +18,7 @@ from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_source
 from tests.support.errors import raises
 from tests.support.quant.quantize_sizes import save_llama
+from tests.support.quant.write_runs import canonical_values
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
 FREE = ["fp8_per_channel", "int8_weight_only", "int4_weight_only", "mxfp8", "mxfp4", "w4a16_nvfp4"]
@@ -111,6 +112,49 @@ def test_transformers_loads_it(made: dict[str, Path], tmp_path: Path, recipe: st
         got = model(TOKENS).logits
     want = logits(first)
     assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+SEARCHED = {
+    "nvfp4_gptq": ("nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}),
+    "mxfp4_gptq": (
+        "mxfp4-pack-quantized",
+        {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", SEARCHED)
+def test_peers_decode_chosen_codes(made: dict[str, Path], tmp_path: Path, recipe: str) -> None:
+    """Codes of GPTQ and scales of a search: compressed-tensors and ModelOpt decode our values."""
+    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("modelopt")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor, NVFP4QTensor
+
+    first = of(made, recipe)
+    quiet(first, tmp_path / "ct", to="compressed-tensors")
+    form, words = SEARCHED[recipe]
+    given = QuantizationArgs(symmetric=True, num_bits=4, type="float", **words)
+    scheme = QuantizationScheme(targets=["Linear"], weights=given)
+    compressor = BaseCompressor.load_from_registry(form)
+    ours, theirs = tensors(first), tensors(tmp_path / "ct")
+    want = canonical_values(first)
+    for name, module in (("attn.o", "self_attn.o_proj"), ("mlp.down", "mlp.down_proj")):
+        weight = torch.from_numpy(want[f"layers.1.{name}.weight"])
+        base = f"model.layers.1.{module}."
+        state = {n.removeprefix(base): t for n, t in theirs.items() if n.startswith(base)}
+        got = compressor.decompress(state, scheme)["weight"].float()
+        torch.testing.assert_close(got, weight, rtol=8e-3, atol=0)  # computed in bfloat16
+        codes, scale = ours[base + "weight"], ours[base + "weight_scale"]
+        if recipe == "nvfp4_gptq":
+            packed = NVFP4QTensor(weight.shape, torch.float32, codes)
+            second = ours[base + "weight_scale_2"]
+            got = packed.dequantize(scale=scale, double_scale=second, block_sizes={-1: 16})
+        else:
+            packed = MXFP4QTensor(weight.shape, torch.float32, codes)
+            got = packed.dequantize(scale=scale, block_sizes={-1: 32})
+        torch.testing.assert_close(got, weight, rtol=4e-3, atol=0)
 
 
 def test_what_has_no_place(made: dict[str, Path], tmp_path: Path) -> None:

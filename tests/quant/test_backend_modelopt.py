@@ -199,6 +199,10 @@ def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> No
     decided = resolve_recipe(folder, "int4_gptq", group_size=64)
     with raises(RecipeError, "ModelOpt", "'gptq'"):
         build_modelopt_config(decided.recipe, decided.matched.decisions)
+    decided = resolve_recipe(folder, "nvfp4")
+    searched = replace(decided.recipe, algorithm={"method": "max", "four_over_six": True})
+    with raises(RecipeError, "four_over_six", hint="--backend megtool"):
+        build_modelopt_config(searched, decided.matched.decisions)
     decided = resolve_recipe(folder, "nvfp4_awq")
     with pytest.raises(UsageError, match=r"runs awq_(lite|full) for NVFP4 only on a GPU"):
         build_modelopt_config(decided.recipe, decided.matched.decisions)

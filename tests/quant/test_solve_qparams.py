@@ -91,7 +91,11 @@ def plain(done: QParams) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "name", ["int8_sq", "int4_awq", "int4_gptq", "w4a8_awq", "nvfp4_awq", "nvfp4", "fp8"]
+    "name",
+    [
+        *("int8_sq", "int4_awq", "int4_gptq", "w4a8_awq", "fp8"),
+        *("nvfp4_awq", "nvfp4", "nvfp4_gptq", "mxfp4_gptq"),
+    ],
 )
 def test_a_dense_layer(name: str, llama: Path) -> None:
     model = Model(llama, name)

@@ -27,6 +27,10 @@ class AlgorithmConfig:
         clip: also search clipping thresholds by output error, of weights (not with SmoothQuant)
             and of inputs.
         mse: search the clipping threshold of weights by the error of the weight alone.
+        four_over_six: the search for NVFP4's block scales is whether the largest element becomes 6
+            or 4.
+        scale_search: the search for FP4's block scales also tries larger ones than the amax needs.
+        cast: weights are MXFP4, and keep their values in NVFP4 (see `mxfp4_cast`).
         gptq: later columns compensate for the rounding of earlier ones, with the options
             `damping`, `shrinkage` (see `gptq.damp_gram`), `desc_act`, and `refinements`, the number
             of alternating passes over codes and scales.
@@ -43,6 +47,9 @@ class AlgorithmConfig:
     robust: bool = False
     clip: bool = False
     mse: bool = False
+    four_over_six: bool = False
+    scale_search: bool = False
+    cast: bool = False
     gptq: bool = False
     damping: float = 0.01
     shrinkage: float = 0.0
@@ -57,7 +64,8 @@ class AlgorithmConfig:
     @property
     def clips_weights(self) -> bool:
         """Whether clipping thresholds of weights are searched by output error."""
-        return self.clip and self.smoothing != "smoothquant"
+        searches = self.clip or self.four_over_six or self.scale_search
+        return searches and self.smoothing != "smoothquant"
 
     @property
     def clips_inputs(self) -> bool:
@@ -124,7 +132,10 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
     if name == "gptq":
         return AlgorithmConfig(gptq=True, **options)
     if name == "mse":
-        return AlgorithmConfig(mse=True, input_observer="mse")
+        return AlgorithmConfig(mse=True, input_observer="mse", **options)
+    if name in ("none", "max"):
+        searches = bool(options.get("four_over_six") or options.get("scale_search"))
+        return AlgorithmConfig(mse=searches, **options)
     if name in ("percentile", "entropy"):
         return AlgorithmConfig(input_observer=name, **options)  # type: ignore[arg-type]
     return AlgorithmConfig()

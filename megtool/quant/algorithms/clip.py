@@ -18,6 +18,31 @@ from megtool.quant.algorithms.weight_grid import Grid
 CLIP_RATIOS = tuple(round(1.0 - 0.025 * i, 3) for i in range(21))
 """Candidate thresholds as fractions of the amax, 1 first."""
 
+FOUR_OVER_SIX = (1.0, 1.5)
+"""The largest element of a block becomes FP4's 6, or its 4: codes have no number between the two,
+so a block whose second largest elements lie there is better off under a larger scale.
+
+Jack Cook and others, "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling"
+(2025).
+"""
+
+SCALE_RATIOS = (1.0, *(1 + i / 16 for i in range(-8, 13) if i))
+"""From half the scale of the amax to 1.75 times that, no further apart than FP8 numbers are."""
+
+POWER_RATIOS, ALL_POWER_RATIOS = (1.0, 0.5), (1.0, 0.5, 2.0)
+"""The same for scales that are powers of two: without larger ones, and with."""
+
+
+def propose_ratios(
+    grid: Grid, *, four_over_six: bool = False, scale_search: bool = False
+) -> Sequence[float]:
+    """The candidates for a grid: thresholds that clip, and what the options add for FP4."""
+    if grid.kind.startswith("mx"):
+        return ALL_POWER_RATIOS if scale_search and grid.kind == "mxfp4" else POWER_RATIOS
+    if grid.kind == "nvfp4" and (four_over_six or scale_search):
+        return SCALE_RATIOS if scale_search else FOUR_OVER_SIX
+    return CLIP_RATIOS
+
 
 def search_by_output(
     weight_OI: Tensor,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megtool.quant.algorithms import awq, clip, gptq, smoothquant
+from megtool.quant.algorithms import awq, clip, gptq, mxfp4_cast, smoothquant
 from megtool.quant.algorithms.algorithm_config import AlgorithmConfig
 from megtool.quant.algorithms.pre_quant_scale import (
     NormWeights,
@@ -22,6 +22,10 @@ from megtool.quant.algorithms.weight_grid import Grid, make_grid, max_input_code
 from megtool.quant.calibration.observers import observe_amax
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat
+
+_ROOM_ABOVE = 448 / 256
+"""By how much more than the amax of an entire tensor its global scale allows, so that the block
+with that amax may have a larger scale too (ModelOpt's `E4M3_MAX_46`)."""
 
 CHUNK_ELEMENTS = 1 << 22
 """Elements processed at a time if the rows of a weight are independent."""
@@ -69,6 +73,12 @@ def solve_fused_group(
         out.global_amax = (
             max(amaxes, default=0.0) if len(amaxes) > 1 or measured is not None else 0.0
         )
+        if grid.kind == "nvfp4" and (config.four_over_six or config.scale_search):
+            out.global_amax = max(amaxes, default=0.0) * _ROOM_ABOVE
+    if config.cast and grid.kind == "nvfp4":
+        out.global_amax, amaxes_of = mxfp4_cast.solve_cast(weights, grid)
+        out.amax = {n: amax.numpy() for n, amax in amaxes_of.items()}
+        return out
     gram_II = _gram(measured, scale, config)
     for name, weight_OI in weights.items():
         scaled = weight_OI if scale is None else weight_OI * scale
@@ -177,7 +187,10 @@ def _solve_weight(
     rows = len(weight_OI)
     if grid.rows == 1:
         rows = max(1, CHUNK_ELEMENTS // weight_OI.shape[1])
-    uses_gptq = gram_II is not None and config.gptq and grid.is_integer
+    uses_gptq = gram_II is not None and config.gptq and grid.chooses_codes
+    ratios = clip.propose_ratios(
+        grid, four_over_six=config.four_over_six, scale_search=config.scale_search
+    )
     upper, order = None, None
     if gram_II is not None and uses_gptq:
         order = gptq.order_columns(gram_II, desc_act=config.desc_act)
@@ -187,16 +200,20 @@ def _solve_weight(
         part = weight_OI[begin : begin + rows]
         amax = grid.amax(part)
         if gram_II is None:
-            amax = clip.search_by_weight(part, grid, global_amax_)
+            amax = clip.search_by_weight(part, grid, global_amax_, ratios)
         elif config.clips_weights:
-            amax = clip.search_by_output(part, gram_II, grid, global_amax_)
+            amax = clip.search_by_output(part, gram_II, grid, global_amax_, ratios)
         if gram_II is not None and upper is not None and order is not None:
             part_codes = gptq.quantize_columns(part, upper, order, grid, amax, global_amax_)
             for _ in range(config.refinements):
-                if not grid.has_global_scale:
+                if not grid.is_integer:
+                    amax = gptq.refit_block_amax(
+                        part, part_codes, gram_II, grid, amax, global_amax_
+                    )
+                elif not grid.has_global_scale:
                     amax = gptq.refit_amax(part, part_codes, gram_II, grid, amax)
                 part_codes = gptq.refine_codes(part, part_codes, gram_II, grid, amax, global_amax_)
-            codes.append(part_codes.to(torch.int8))
+            codes.append(grid.stored_codes(part_codes))
         amaxes.append(amax)
     amax = amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)
     return amax, torch.cat(codes) if codes else None

@@ -5,7 +5,8 @@ Transformers" (2023): with H the Gram matrix of the inputs, the error of column 
 i-th diagonal of the upper Cholesky factor of H^-1, is taken from the columns after it times that
 factor's row. Scales are fixed in advance (static groups), so columns may be taken in any order.
 
-The remaining error tr((W-Q) H (W-Q)^T) is quadratic and is then reduced by coordinate descent: in
+Codes are integers or FP4 numbers: what is said of rounding holds for any grid. The remaining error
+tr((W-Q) H (W-Q)^T) is quadratic and is then reduced by coordinate descent: in
 turn, each column gets the best codes with all others fixed (`refine_codes`; Kayhan Behdin and
 others, "QuantEase", 2023), and each group the best scale for its codes (`refit_amax`). Neither
 step can increase the error.
@@ -50,8 +51,8 @@ def quantize_columns(
     amax: Tensor,
     global_amax: float | None = None,
 ) -> Tensor:
-    """Quantize columns in `order_I` to codes `[out, in]`, float32, under scales from `amax`;
-    `upper_II` is `compute_inverse_cholesky` of the Gram matrix in that order."""
+    """Quantize columns in `order_I`: values of codes `[out, in]`, float32, under scales from
+    `amax`. `upper_II` is `compute_inverse_cholesky` of the Gram matrix in that order."""
     scale = grid.broadcast(grid.scale(amax, global_amax))
     scale = scale.expand_as(weight_OI)[:, order_I].T.contiguous()
     remaining = weight_OI[:, order_I].T.contiguous()
@@ -96,7 +97,9 @@ def refine_codes(
                 target = values[i] + residual[i] / gram_II[i, i]
                 code = grid.nearest_codes(target / scale[i])
                 value = grid.requantize(code * scale[i], global_amax)
-                if grid.has_global_scale:  # the nearest integer need not have the nearest value
+                if (
+                    grid.is_integer and grid.has_global_scale
+                ):  # the nearest integer need not have the nearest value
                     worse = (value - target).abs() > (values[i] - target).abs()
                     code, value = (
                         torch.where(worse, codes[i], code),
@@ -136,6 +139,42 @@ def refit_amax(
     after = row_errors(weight_OI, codes_OI, torch.where(good, scales, current), gram_II)
     better = (after < before)[:, None] & good.all(dim=1, keepdim=True)
     return (torch.where(better, scales, current) * grid.largest).reshape(amax.shape)
+
+
+def refit_block_amax(
+    weight_OI: Tensor,
+    codes_OI: Tensor,
+    gram_II: Tensor,
+    grid: Grid,
+    amax: Tensor,
+    global_amax: float | None = None,
+) -> Tensor:
+    """Refit the `amax` of groups to the codes, for scales that are rounded themselves.
+
+    In turn, each group gets the stored scale nearest to the best one with everything else fixed,
+    if that lowers the error of its row.
+    """
+    size = grid.columns
+    codes = codes_OI.T.contiguous()
+    best = amax.T.contiguous()
+    scales = grid.scale(best, global_amax)
+    values = codes * scales.repeat_interleave(size, dim=0)
+    residual = gram_II @ (weight_OI.T - values)
+    for g in range(len(best)):
+        rows = slice(g * size, (g + 1) * size)
+        slope = (codes[rows] * residual[rows]).sum(dim=0)
+        curvature = (codes[rows] * (gram_II[rows, rows] @ codes[rows])).sum(dim=0)
+        target = scales[g] + slope / curvature.clamp_min(torch.finfo(torch.float32).tiny)
+        candidate = torch.where(target > 0, target * grid.largest, best[g])
+        if global_amax is not None:
+            candidate.clamp_max_(global_amax)
+        scale = grid.scale(candidate, global_amax)
+        step = scale - scales[g]
+        better = step * (step * curvature - 2 * slope) < 0
+        best[g] = torch.where(better, scale * grid.largest, best[g])
+        step = torch.where(better, step, 0.0)
+        residual.addmm_(gram_II[:, rows], codes[rows] * step, alpha=-1)
+    return best.T.contiguous()
 
 
 def row_errors(weight_OI: Tensor, codes_OI: Tensor, scales: Tensor, gram_II: Tensor) -> Tensor:

@@ -47,6 +47,11 @@ class Grid:
         return self.kind in _INTEGERS
 
     @property
+    def chooses_codes(self) -> bool:
+        """Whether GPTQ can choose codes: integers, and FP4 numbers."""
+        return self.is_integer or "fp4" in self.kind
+
+    @property
     def largest(self) -> float:
         """The largest code."""
         return _INTEGERS.get(self.kind, E2M1_LARGEST if "fp4" in self.kind else E4M3_LARGEST)
@@ -104,8 +109,22 @@ class Grid:
         return to_e4m3(values).mul_(scale)
 
     def nearest_codes(self, values: Tensor) -> Tensor:
-        """The nearest codes; overwrites `values`."""
+        """The values of the nearest codes, integers or FP4 numbers; overwrites `values`."""
+        if not self.is_integer:
+            return to_e2m1(values, half_down=self.kind == "mxfp4")
         return to_integers(values, -int(self.largest) - 1, int(self.largest))
+
+    def stored_codes(self, codes: Tensor) -> Tensor:
+        """Codes as `WeightQParams.codes` has them, int8: integers, or the bits of FP4 numbers.
+
+        Zeros have no sign.
+        """
+        if self.is_integer:
+            return codes.to(torch.int8)
+        # Twice the magnitude is an integer: 0 to 4 in steps of half, then 6, 8 and 12.
+        twice = codes.abs().mul_(2).to(torch.int64)
+        bits = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.int8)[twice]
+        return torch.where(codes < 0, bits + 8, bits)
 
     def requantize(self, values: Tensor, global_amax: float | None) -> Tensor:
         """Round dequantized integers to FP8, for formats whose engines multiply in FP8."""

@@ -47,7 +47,9 @@ class AlgorithmOption:
 _FLAG = AlgorithmOption(bool)
 _SHARE = AlgorithmOption(float)
 _STEP = AlgorithmOption(float, minimum=0.001)
+_FP4_SCALES = {"four_over_six": _FLAG, "scale_search": _FLAG}
 _GPTQ = {
+    **_FP4_SCALES,
     "damping": AlgorithmOption(float, maximum=100.0),
     "shrinkage": _SHARE,
     "normalize_tokens": _FLAG,
@@ -56,11 +58,20 @@ _GPTQ = {
     "refinements": AlgorithmOption(int, maximum=100),
 }
 
+_SCALES_OF: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
+    {
+        "cast": (("nvfp4",), "NVFP4"),
+        "four_over_six": (("nvfp4",), "NVFP4"),
+        "scale_search": (("nvfp4", "mxfp4"), "NVFP4 or MXFP4"),
+    }
+)
+"""Options that concern block scales: the packings that have such scales, and their names."""
+
 METHODS: Mapping[str, Mapping[str, AlgorithmOption]] = MappingProxyType(
     {
-        "none": {},
-        "max": {},
-        "mse": {},
+        "none": {**_FP4_SCALES, "cast": _FLAG},
+        "max": {**_FP4_SCALES, "cast": _FLAG},
+        "mse": _FP4_SCALES,
         "percentile": {"percentile": AlgorithmOption(float, maximum=100.0, excludes_minimum=True)},
         "entropy": {},
         "smoothquant": {
@@ -103,6 +114,13 @@ def read_algorithm(
         problems.add(lines["method"], f"unknown method {method!r}", suggest(method, METHODS))
         return {"method": "none"}
     check_options(method, algorithm, METHODS[method], lines, problems)
+    for option, (kinds, numbers) in _SCALES_OF.items():
+        packings = [packing_of(f) for f in formats.values() if f.algo]
+        if algorithm.get(option) is True and not any(p.startswith(kinds) for p in packings):
+            message = f"{option} does nothing: no format has weights in {numbers}"
+            problems.add(lines[option], message, "leave it out")
+    if algorithm.get("cast") is True and any(algorithm.get(o) is True for o in _FP4_SCALES):
+        problems.add(lines["cast"], "cast leaves no scale to search", "take one of them")
     _check_use(method, formats, lines["method"], problems)
     return algorithm
 
@@ -146,7 +164,7 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
     """
     number = format.number
     clips = bool(options.get("clip")) or method in ("awq_full", "awq_clip")
-    gptq = packing_of(format).startswith("int")
+    gptq = packing_of(format).startswith(("int", "nvfp4", "mxfp4"))
     if method == "none":
         return number.calibrates
     if method in SENSITIVITY_METHODS:

@@ -38,7 +38,11 @@ def simulated(folder: Path, quantization: QParams | StoredQuantization) -> Tenso
 
 
 @pytest.mark.parametrize(
-    "recipe", ["fp8", "int8_sq", "int4_awq", "int4_gptq", "w4a8_awq", "nvfp4", "nvfp4_awq"]
+    "recipe",
+    [
+        *("fp8", "int8_sq", "int4_awq", "int4_gptq", "w4a8_awq"),
+        *("nvfp4", "nvfp4_awq", "nvfp4_gptq", "mxfp4_gptq"),
+    ],
 )
 def test_as_simulated(llama: Path, tmp_path: Path, recipe: str) -> None:
     out, kept = tmp_path / "out", tmp_path / "kept.safetensors"

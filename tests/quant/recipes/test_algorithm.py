@@ -25,11 +25,12 @@ def recipe(algorithm: Any, *formats: dict[str, Any]) -> Recipe:
     return recipe_from(data if algorithm is None else data | {"algorithm": algorithm})
 
 
-INT4, FP8, NVFP4, MXFP8, KV = (
+INT4, FP8, NVFP4, MXFP8, MXFP4, KV = (
     {"algo": "W4A16_AWQ"},
     {"algo": "FP8"},
     {"algo": "NVFP4"},
     {"algo": "MXFP8"},
+    {"algo": "MXFP4"},
     {"kv_algo": "FP8"},
 )
 AUTO = {"choose": ["a", "keep"], "bits": 6}
@@ -82,7 +83,27 @@ rules: [{match: {kind: linear}, format: a}]
     ("algorithm", "formats", "told"),
     [
         ("gptq", [FP8], "gptq does nothing to format 'a' (FP8)"),
-        ("gptq", [NVFP4], "gptq does nothing to format 'a' (NVFP4)"),
+        ("gptq", [MXFP8], "gptq does nothing to format 'a' (MXFP8)"),
+        (
+            {"method": "gptq", "four_over_six": True},
+            [MXFP4, INT4],
+            "four_over_six does nothing: no format has weights in NVFP4",
+        ),
+        (
+            {"method": "mse", "scale_search": True},
+            [MXFP8, FP8],
+            "scale_search does nothing: no format has weights in NVFP4 or MXFP4",
+        ),
+        (
+            {"method": "none", "cast": True},
+            [MXFP4],
+            "cast does nothing: no format has weights in NVFP4",
+        ),
+        (
+            {"method": "max", "cast": True, "scale_search": True},
+            [NVFP4],
+            "cast leaves no scale to search",
+        ),
         ("none", [FP8], "none does nothing to format 'a' (FP8)"),
         ("awq", [INT4, FP8], "awq does nothing to format 'b' (FP8)"),
         ("smoothquant", [MXFP8], "smoothquant does nothing to format 'a' (MXFP8)"),
@@ -108,7 +129,11 @@ def test_methods_that_would_do_nothing(
     [
         ({"method": "awq", "clip": True}, [FP8]),
         ({"method": "awq", "gptq": True}, [{"algo": "W8A16"}]),
-        ({"method": "gptq", "clip": True}, [NVFP4]),
+        ({"method": "gptq", "clip": True}, [FP8]),
+        ({"method": "gptq", "four_over_six": False}, [INT4]),
+        ({"method": "gptq", "scale_search": True}, [INT4, MXFP4]),
+        ({"method": "none", "four_over_six": True}, [{"algo": "W4A16_NVFP4"}]),
+        ("gptq", [NVFP4]),
         ("awq", [INT4, FP8 | {"algorithm": "max"}, KV]),
         ("none", [INT4, KV | {"constant": True}]),
         ("mse", [MXFP8, FP8]),
@@ -125,6 +150,17 @@ def test_methods_that_do_something(algorithm: Any, formats: list[dict[str, Any]]
 )
 def test_a_recipe_without_an_algorithm(formats: list[dict[str, Any]], method: str) -> None:
     assert recipe(None, *formats).method == method
+
+
+@pytest.mark.parametrize("method", ["none", "max", "mse"])
+def test_a_search_of_scales_without_data(method: str) -> None:
+    found = recipe({"method": method, "four_over_six": True}, {"algo": "W4A16_NVFP4"})
+    config = resolve_algorithm(found, found.formats["a"])
+    assert config.four_over_six
+    assert config.mse
+    assert config.input_observer == ("mse" if method == "mse" else "max")
+    plain = recipe({"method": "none", "four_over_six": False}, {"algo": "W4A16_NVFP4"})
+    assert not resolve_algorithm(plain, plain.formats["a"]).mse
 
 
 def test_fold_holds_for_formats_with_a_method_of_their_own() -> None:

@@ -111,8 +111,8 @@ def test_neutral_values_of_modelopt(llama: Path) -> None:
     found = read(modelopt(blocks(four_over_six=False) | neutral, NVFP4 | free, algorithm), llama)
     assert "NVFP4" in {d.label for d in found.decisions}
     assert any("uses fixed search steps and ignores fp8_scale_sweep" in n for n in found.notes)
-    told = read(modelopt(NVFP4, NVFP4, [{"method": "gptq", "perc_damp": 0.1}]), llama).notes
-    assert "gptq has no effect on NVFP4 here; max is used" in told
+    told = read(modelopt(FP8, FP8, [{"method": "gptq", "perc_damp": 0.1}]), llama).notes
+    assert "gptq has no effect on FP8 here; max is used" in told
 
 
 def test_an_entry_that_is_switched_off_is_not_told(llama: Path) -> None:

@@ -27,9 +27,12 @@ NAMES = [
     "mixed_nvfp4_fp8",
     "mxfp4",
     "mxfp4_experts",
+    "mxfp4_gptq",
     "mxfp8",
     "nvfp4",
     "nvfp4_awq",
+    "nvfp4_from_mxfp4",
+    "nvfp4_gptq",
     "w4a16_nvfp4",
     "w4a8_awq",
 ]
