@@ -38,8 +38,8 @@ def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequir
     if format.kv_algo:
         return CalibrationRequirements(data=not format.constant)
     config = resolve_algorithm(recipe, format)
-    searches = config.smoothing == "awq" and format.number.smooths
-    smooths = config.smoothing == "smoothquant" and format.number.smooths
+    searches = config.smoothing == "awq" and config.smooths(format)
+    smooths = config.smoothing == "smoothquant" and config.smooths(format)
     rounds = format.algo in INPUT_PACKINGS
     by_output = (config.clips_weights or config.gptq) and not config.mse
     gram = by_output or (searches and not rounds)

@@ -157,7 +157,7 @@ class _Solver:
                 f"{site.name}: no smoothing scale, because its modules have different formats"
             )
             config = config.without_smoothing()
-        if stores and config.fold and config.smoothing != "none" and format.number.smooths:
+        if stores and config.fold and config.smooths(format):
             qparams.notes.append(FOLD_NOTE)
             config = config.without_smoothing()
         requirements = [derive_requirements(self.recipe, self.decisions[m]) for m in modules]
@@ -169,7 +169,7 @@ class _Solver:
             )
         if statistics is not None:
             _check_second_moments(site, statistics, requirements)
-            smooths = config.smoothing != "none" and format.number.smooths
+            smooths = config.smooths(format)
             if not statistics.has_channels and (smooths or config.input_observer != "max"):
                 raise CalibrationError(
                     f"only the amax of the inputs of {site.name} is known, and the "
@@ -179,9 +179,7 @@ class _Solver:
                     error_id="missing-statistics",
                 )
         needs_weights = statistics is not None and any(n.gram or n.sample for n in requirements)
-        needs_weights |= (
-            statistics is not None and config.smoothing != "none" and format.number.smooths
-        )
+        needs_weights |= statistics is not None and config.smooths(format)
         needs_weights |= config.mse or (is_two_level(format) and (len(modules) > 1 or config.cast))
         weights: dict[str, Tensor] = {}
         norm = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.algorithm import METHODS
-from megtool.quant.recipes.formats import RecipeFormat
+from megtool.quant.recipes.formats import RecipeFormat, can_smooth
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe
 
@@ -71,6 +71,10 @@ class AlgorithmConfig:
     def clips_inputs(self) -> bool:
         """Whether the clipping threshold of inputs is searched by output error."""
         return self.clip and not self.matches_modelopt
+
+    def smooths(self, format: RecipeFormat) -> bool:
+        """Whether inputs of `format` get a smoothing scale."""
+        return self.smoothing != "none" and can_smooth(format, fold=self.fold)
 
     def without_smoothing(self) -> AlgorithmConfig:
         """The same configuration without a smoothing scale."""

@@ -102,13 +102,13 @@ def _solve_smoothing(
     weights_OI = list(weights.values())
     amax_I = torch.from_numpy(statistics.amax)
     scale = None
-    smooths = config.smoothing != "none" and format.number.smooths
+    smooths = config.smooths(format)
     trial = None
     if weights and statistics.sample is not None and format.algo in INPUT_PACKINGS:
         trial = smoothquant.OutputErrorTrial(
             torch.from_numpy(statistics.sample), amax_I, weights_OI
         )
-    clips = smoothquant.CLIP_RATIOS if config.clips_inputs else (1.0,)
+    clips = smoothquant.CLIP_RATIOS if config.clips_inputs and max_input_code(format) else (1.0,)
     rms_I = _root_mean_square(statistics)
     sizes = smoothquant.measure_inputs(amax_I, rms_I, robust=config.robust)
     if smooths and config.smoothing == "smoothquant" and config.alpha is not None:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megtool.quant.recipes.formats import SMOOTHING_METHODS, RecipeFormat, packing_of
+from megtool.quant.recipes.formats import (
+    SMOOTHING_METHODS,
+    RecipeFormat,
+    can_smooth,
+    packing_of,
+)
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -163,8 +168,11 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
     `options` are those of the method; both our method names and ModelOpt's are known.
     """
     number = format.number
+    smooths = can_smooth(format, fold=bool(options.get("fold")))
+    is_fp4 = packing_of(format).startswith(("nvfp4", "mxfp4"))
     clips = bool(options.get("clip")) or method in ("awq_full", "awq_clip")
-    gptq = packing_of(format).startswith(("int", "nvfp4", "mxfp4"))
+    clips |= is_fp4 and any(options.get(o) is True for o in _FP4_SCALES)
+    gptq = is_fp4 or packing_of(format).startswith("int")
     if method == "none":
         return number.calibrates
     if method in SENSITIVITY_METHODS:
@@ -174,9 +182,9 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
     if method == "gptq":
         return not (clips or gptq)
     if method == "smoothquant":
-        return not (number.smooths or (clips and number.calibrates))
+        return not (smooths or (clips and number.calibrates))
     if method in SMOOTHING_METHODS:
-        return not (number.smooths or clips or (bool(options.get("gptq")) and gptq))
+        return not (smooths or clips or (bool(options.get("gptq")) and gptq))
     return False
 
 

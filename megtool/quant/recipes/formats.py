@@ -275,6 +275,12 @@ class RecipeFormat:
         return FORMATS[self.algo]
 
 
+def can_smooth(format: RecipeFormat, *, fold: bool) -> bool:
+    """Whether inputs can have a smoothing scale: the format stores a `pre_quant_scale`, or, for FP4
+    weights, norms absorb it (`fold`)."""
+    return format.number.smooths or (fold and packing_of(format).startswith(("nvfp4", "mxfp4")))
+
+
 def packing_of(format: RecipeFormat) -> str:
     """The packing of a format's codes, such as `int4rows:128`."""
     return PACKINGS[format.algo].format(group=format.group_size)
