@@ -45,6 +45,7 @@ def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequir
     gram = by_output or (searches and not rounds)
     clips = config.clips_inputs and format.number.calibrates
     sample = rounds and (searches or clips or (smooths and config.alpha is None))
+    sample |= config.compensates_inputs(format)
     return CalibrationRequirements(
         data=(format.number.calibrates and not format.input_amax) or gram or sample or smooths,
         gram=gram,

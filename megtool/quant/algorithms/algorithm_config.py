@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.algorithm import METHODS
-from megtool.quant.recipes.formats import RecipeFormat, can_smooth
+from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, can_smooth
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe
 
@@ -34,6 +34,7 @@ class AlgorithmConfig:
         gptq: later columns compensate for the rounding of earlier ones, with the options
             `damping`, `shrinkage` (see `gptq.damp_gram`), `desc_act`, and `refinements`, the number
             of alternating passes over codes and scales.
+        compensate_inputs: with `gptq`, weights also make up for the rounding of inputs.
         normalize_tokens: divide each token's contribution to the second moments by the norm of its
             input.
         fold: use a smoothing scale only where the preceding norm can absorb it.
@@ -53,6 +54,7 @@ class AlgorithmConfig:
     gptq: bool = False
     damping: float = 0.01
     shrinkage: float = 0.0
+    compensate_inputs: bool = False
     normalize_tokens: bool = False
     desc_act: bool = True
     refinements: int = 2
@@ -75,6 +77,10 @@ class AlgorithmConfig:
     def smooths(self, format: RecipeFormat) -> bool:
         """Whether inputs of `format` get a smoothing scale."""
         return self.smoothing != "none" and can_smooth(format, fold=self.fold)
+
+    def compensates_inputs(self, format: RecipeFormat) -> bool:
+        """Whether weights of `format` make up for the rounding of inputs."""
+        return self.gptq and self.compensate_inputs and format.algo in INPUT_PACKINGS
 
     def without_smoothing(self) -> AlgorithmConfig:
         """The same configuration without a smoothing scale."""

@@ -11,14 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megtool.quant.algorithms import awq, clip, gptq, mxfp4_cast, smoothquant
+from megtool.quant.algorithms import (
+    awq,
+    clip,
+    gptq,
+    input_compensation,
+    mxfp4_cast,
+    smoothquant,
+)
 from megtool.quant.algorithms.algorithm_config import AlgorithmConfig
 from megtool.quant.algorithms.pre_quant_scale import (
     NormWeights,
     round_to_folded_norm,
     round_to_pre_quant_scale,
 )
-from megtool.quant.algorithms.weight_grid import Grid, make_grid, max_input_code
+from megtool.quant.algorithms.weight_grid import (
+    Grid,
+    fake_quantize_inputs,
+    make_grid,
+    max_input_code,
+)
 from megtool.quant.calibration.observers import observe_amax
 from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat
@@ -80,9 +92,16 @@ def solve_fused_group(
         out.amax = {n: amax.numpy() for n, amax in amaxes_of.items()}
         return out
     gram_II = _gram(measured, scale, config)
-    for name, weight_OI in weights.items():
-        scaled = weight_OI if scale is None else weight_OI * scale
-        amax, codes = _solve_weight(scaled, gram_II, grid, config, out.global_amax)
+    targets = {n: w if scale is None else w * scale for n, w in weights.items()}
+    if gram_II is not None and measured is not None and config.compensates_inputs(format):
+        targets, gram_II = _compensate(
+            targets, gram_II, measured, scale, format, out.input_amax, config
+        )
+        if out.global_amax:
+            room = out.global_amax / max(amaxes)
+            out.global_amax = max(float(w.abs().max()) for w in targets.values()) * room
+    for name, target_OI in targets.items():
+        amax, codes = _solve_weight(target_OI, gram_II, grid, config, out.global_amax)
         if amax is not None:
             out.amax[name] = amax.numpy()
         if codes is not None:
@@ -169,6 +188,28 @@ def _gram(
         gram_II /= scale[:, None]
         gram_II /= scale
     return gptq.damp_gram(gram_II, config.damping, config.shrinkage)
+
+
+def _compensate(
+    weights: Mapping[str, Tensor],
+    gram_II: Tensor,
+    statistics: ActivationStatistics,
+    scale: Tensor | None,
+    format: RecipeFormat,
+    input_amax: float,
+    config: AlgorithmConfig,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights and second moments that take the rounding of inputs into account."""
+    if statistics.sample is None or not len(statistics.sample):
+        return dict(weights), gram_II
+    sample_TI = torch.from_numpy(statistics.sample)
+    inputs_TI = sample_TI if scale is None else sample_TI / scale
+    factor_I, noise_I = input_compensation.fit_rounding(
+        inputs_TI,
+        fake_quantize_inputs(inputs_TI, format, input_amax),
+        normalize_tokens=config.normalize_tokens,
+    )
+    return input_compensation.compensate_inputs(weights, gram_II, factor_I, noise_I)
 
 
 def _solve_weight(

@@ -58,6 +58,7 @@ _GPTQ = {
     "damping": AlgorithmOption(float, maximum=100.0),
     "shrinkage": _SHARE,
     "normalize_tokens": _FLAG,
+    "compensate_inputs": _FLAG,
     "desc_act": _FLAG,
     "clip": _FLAG,
     "refinements": AlgorithmOption(int, maximum=100),
