@@ -6,8 +6,8 @@ python examples/benchmarks/four_bit_quality.py --model FOLDER --data TEXT --held
 
 FOLDER is a Hugging Face folder. Rows of TEXT to calibrate on are drawn at random, once for each
 seed. The loss is measured as engines compute the written folder, on the first tokens of each
-`--held-out`: its mean over seeds, their standard deviation, and the largest standard error of one of
-them, which is the noise of a text of so many tokens. `--folder` measures a folder that another tool
+`--held-out`: its mean over seeds, their standard deviation, and the largest standard error of one
+of them, which is the noise of a text of so many tokens. `--folder` measures what another tool
 quantized.
 """
 
@@ -94,7 +94,10 @@ def measure(
         seconds.append(time.perf_counter() - began)
         runs.append([losses_of(folder or out, t, given.tokens) for t in given.held_out])
         shutil.rmtree(out, ignore_errors=True)
-        print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}: {seconds[-1]:.0f} s", flush=True)
+        rises = ", ".join(
+            f"{float((r - b).mean()):.3f}" for r, b in zip(runs[-1], before, strict=True)
+        )
+        print(f"{name}, seed {seed}: {rises} nats, {seconds[-1]:.0f} s", flush=True)
     algos = ",".join(sorted(f.algo for f in recipe.formats.values())) if recipe else ""
     means = [
         [float((run[n] - before[n]).mean()) for run in runs] for n in range(len(given.held_out))
@@ -104,8 +107,8 @@ def measure(
     for n, text in enumerate(given.held_out):
         loss = sum(means[n]) / len(runs)
         spread = float(torch.tensor(means[n]).std()) if len(runs) > 1 else 0.0
-        rises = [run[n] - before[n] for run in runs]
-        error = max(float(r.std() / len(r) ** 0.5) for r in rises)
+        losses = [run[n] - before[n] for run in runs]
+        error = max(float(r.std() / len(r) ** 0.5) for r in losses)
         share = loss / nearest[algos][n] if algos in nearest else None
         table.add(
             name,
