@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megtool import quantize
 from tests.support.models import tiny_text
 from tests.support.stores.s3_servers import require
 
@@ -72,6 +73,7 @@ OPTIONS = {
     "export_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "save_stall.py": ["--gib", "0.01", "--rounds", "1", "--no-fsync"],
     "packing_speed.py": ["--mib", "2", "--rounds", "1", "--tile", "128"],
+    "four_bit_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
     "quantize_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
 }
 
@@ -290,6 +292,30 @@ def test_recipes_are_measured_beside_modelopt(
     assert found["fp8"]["kl"] == pytest.approx(found["fp8"]["modelopt_kl"], rel=0.2)
     assert found["fp8_block128"]["kl"] > 0
     assert found["nvfp4"]["modelopt_kl"] is None, "not on a CPU"
+
+
+def test_four_bits_are_measured_with_their_noise(
+    measure: Measure, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("four_bits")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = tiny_text.save(folder / "hf", **heads, **sizes)
+    text = folder / "text.txt"
+    text.write_text("All happy families are alike; each unhappy one is so in its own way. " * 8)
+    quantize(model, folder / "peer", recipe="mxfp4", fsync=False)
+    _, figures = measure(
+        "four_bit_quality.py",
+        *("--model", str(model), "--data", str(text), "--held-out", str(text), "--seeds", "0,1"),
+        *("--recipes", "mxfp4,mxfp4_gptq", "--folder", f"peer={folder / 'peer'}"),
+    )
+    found = {f["recipe"]: f for f in figures}
+    assert list(found) == ["mxfp4", "mxfp4_gptq", "peer"]
+    assert [len(f["losses"]) for f in found.values()] == [1, 2, 1]
+    assert found["peer"]["losses"] == pytest.approx(found["mxfp4"]["losses"])
+    assert found["mxfp4"]["share"] == 1
+    assert found["mxfp4_gptq"]["share"] is not None
+    assert all(f["error"] > 0 for f in figures)
 
 
 def test_help_imports_nothing_heavy(measure: Measure) -> None:
