@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megtool.config import ParallelConfig
@@ -12,6 +12,7 @@ from megtool.convert import megatron
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
+from megtool.errors import LayoutError
 from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -20,12 +21,13 @@ from megtool.tensors.sharded import GlobalTensor
 def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> CanonicalView:
     """Every stored tensor is its own canonical one, less the padding of a known vocabulary.
 
-    An encoder-decoder's are told apart layer by layer, so that they can be stacked or not.
+    An encoder-decoder's are told apart layer by layer, so that they can be stacked or not, and
+    Retro's, whose norms have other names in files of ranks.
     """
     placements: dict[str, Placement] = {}
     canonical: dict[str, GlobalTensor] = {}
     padding: dict[str, int] = {}
-    by_layer = megatron.is_encoder_decoder(t.name for t in tensors)
+    by_layer = _is_by_layer([t.name for t in tensors])
     for t in tensors:
         shape = t.shape
         if config is not None and shape and megatron.is_vocabulary(t.name):
@@ -47,6 +49,11 @@ def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> 
     )
 
 
+def _is_by_layer(names: Collection[str]) -> bool:
+    """Canonical names are those of layers, which are no decoder's of one stack."""
+    return megatron.is_encoder_decoder(names) or megatron.is_retro(names)
+
+
 _STACK = re.compile(r"(.*(?:encoder|decoder)\.layers\.)(?!\d)(.+)")
 _LAYER = re.compile(r"(.*(?:encoder|decoder)\.layers\.)(\d+)\.(.+)")
 _OWN_NORMS = (
@@ -58,13 +65,15 @@ _OWN_NORMS = (
 def _layers(p: Placement) -> Iterator[Placement]:
     """A stacked tensor's layers, each under its own name; other tensors unchanged.
 
-    Norms of megatron-core's own layers get the names they have in `torch_dist`.
+    Norms of megatron-core's own layers get the names they have in `torch_dist`. The first layer of
+    Retro's encoder has a norm inside a module of its own, with one name everywhere.
     """
     match = _STACK.fullmatch(p.stored)
     if match is None:
         name = p.canonical
         for separate, fused in _OWN_NORMS:
-            name = name.replace(separate, fused)
+            if not name.endswith((f"{separate}norm.weight", f"{separate}norm.bias")):
+                name = name.replace(separate, fused)
         yield replace(p, canonical=name)
         return
     for layer in range(p.shape[0]):
@@ -130,10 +139,21 @@ def under_same_names(
 ) -> TargetView:
     """The source's own names, with the vocabulary padded for another layout.
 
-    An encoder-decoder's layers are stacked, unless `per_layer`. With a configuration the padding is
+    An encoder-decoder's layers are stacked, unless `per_layer`; Retro's never are, and all its
+    layers are in one stage. With a configuration the padding is
     Megatron's for the new TP; without one the stored rows count as real, and rows are added only if
     TP does not divide them.
+
+    Raises:
+        LayoutError: Retro is to be cut into stages, which megatron-core cannot do.
     """
+    is_retro = megatron.is_retro(source.canonical)
+    if is_retro and parallel is not None and parallel.pp > 1:
+        raise LayoutError(
+            f"pp={parallel.pp}, and Retro has no pipeline: layers behind the one with the encoder "
+            "read what it makes of neighbours",
+            hint="omit --pp",
+        )
     tensors: list[GlobalTensor] = []
     fills: list[Padding] = []
     pad_to = megatron.padded_multiple(parallel.tp if parallel else 1, divisible_by)
@@ -153,7 +173,7 @@ def under_same_names(
         is_weight = not is_optimizer_state(name) and not name.endswith(".router.expert_bias")
         kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
         tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
-    by_layer = megatron.is_encoder_decoder(source.canonical)
+    by_layer = _is_by_layer(source.canonical)
     placements = {
         n: Placement.identity(n, p.shape)
         if by_layer
@@ -163,7 +183,7 @@ def under_same_names(
         for n, p in source.placements.items()
     }
     out = TargetView(tensors=tensors, placements=placements, shards=None, fills=fills, dropped=[])
-    if by_layer and not per_layer:
+    if by_layer and not per_layer and not is_retro:
         out = _stacked(out)
     if parallel is None:
         return out

@@ -231,6 +231,8 @@ _WRAPPERS = re.compile(
     r"(?:module\.)*(?:(?:model\.(?:module\.)*|language_model\.)"
     r"(?=decoder\.|embedding\.|output_l|mtp\.))?"
 )
+_CROSS_ATTENTION = re.compile(r"\.cross_attention\.(?!attn\.|encoder\.)")
+_RETRIEVAL = re.compile(r"\.cross_attention\.(?:attn|encoder)\.")
 _LAYER_KEY = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.")
 _VOCABULARY = re.compile(
     r"(?:^|\.)(?:(?:word|layer)_embeddings\.weight|output_layer\.(?:weight|bias))$"
@@ -278,7 +280,16 @@ def is_megatron(names: Iterable[str]) -> bool:
 
 def is_encoder_decoder(names: Iterable[str]) -> bool:
     """Some layers are an encoder's and some a decoder's that attends to it: T5."""
-    return any(".cross_attention." in split_state(n)[2] for n in names)
+    return any(_CROSS_ATTENTION.search(split_state(n)[2]) for n in names)
+
+
+def is_retro(names: Iterable[str]) -> bool:
+    """Some layers attend to retrieved neighbours: Retro, whose first such layer has the encoder.
+
+    Its names are those of `RetroModel` (megatron/core/models/retro of megatron-core 0.15.3, the
+    last release that has it).
+    """
+    return any(_RETRIEVAL.search(split_state(n)[2]) for n in names)
 
 
 def is_per_layer(names: Iterable[str]) -> bool:

@@ -14,10 +14,11 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
     ("linear_q_proj.weight", -2),
     ("linear_q_up_proj.weight", -2),
     ("linear_kv_up_proj.weight", -2),
-    ("cross_attention.linear_q.weight", -2),
-    ("cross_attention.linear_q.bias", -1),
-    ("cross_attention.linear_kv.weight", -2),
-    ("cross_attention.linear_kv.bias", -1),
+    *(
+        (f"cross_attention.{retro}linear_{name}", dim)
+        for retro in ("", "attn.")
+        for name, dim in (("q.weight", -2), ("q.bias", -1), ("kv.weight", -2), ("kv.bias", -1))
+    ),
     ("core_attention.softmax_offset", -1),
     ("core_attention.attn_sink", -1),
     ("linear_o_group_proj", -2),

@@ -25,7 +25,7 @@ from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer
 from megtool.convert.families import detect_family, family
 from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.label_head import with_label_head
-from megtool.convert.megatron import is_encoder_decoder, is_megatron, split_state
+from megtool.convert.megatron import is_encoder_decoder, is_megatron, is_retro, split_state
 from megtool.convert.megatron_args import config_from_args
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.convert.pre_core_names import core_args
@@ -316,7 +316,8 @@ def _choose_dialect(
     if model is None or (model.family is None and dialect != "megatron"):
         return "identity"
     has_decoder = model.config is not None and bool(model.config.num_decoder_layers)
-    if dialect == "megatron" and is_encoder_decoder(names) and not has_decoder:
+    is_other = is_retro(names) or (is_encoder_decoder(names) and not has_decoder)
+    if dialect == "megatron" and is_other:
         return "identity"  # carried under Megatron's own names
     is_same = {for_format, catalogue.format} <= set(STATE_DICT_FORMATS)
     if is_same and _is_compound(names, catalogue):
