@@ -242,6 +242,8 @@ def finetune(
     teacher: str | Path | None = ...,
     distill_temperature: float = ...,
     distill_weight: float = ...,
+    distill_hidden_weight: float = ...,
+    distill_layers: str | None = ...,
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = ...,
     te_precision_config_file: str | Path | None = ...,
     fp8_format: Literal["hybrid", "e4m3"] = ...,

@@ -304,6 +304,14 @@ class TrainConfig(
     distill_weight: float = option(
         QAT, "Weight of the distillation loss; the loss on the data has the rest.", 0.5, minimum=0
     )
+    distill_hidden_weight: float = option(
+        QAT, "Weight of 1 - cos between both models' states behind layers.", 0.0, minimum=0
+    )
+    distill_layers: str | None = option(
+        QAT,
+        "Layers compared, of both models: 3:7,5:11; default: as deep in both.",
+        metavar="LIST",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -528,7 +536,8 @@ def _check_graphs(s: TrainConfig) -> None:
 
 
 DEPENDENT_OPTIONS = {
-    "teacher": ("distill_weight", "distill_temperature"),
+    "teacher": ("distill_weight", "distill_temperature", "distill_hidden_weight"),
+    "distill_hidden_weight": ("distill_layers",),
     "lora_rank": ("lora_target",),
     "fp8_recipe": (
         "fp8_format",
@@ -545,7 +554,7 @@ DEPENDENT_OPTIONS = {
 def _check_dependent_options(s: TrainConfig) -> None:
     usual = {f.name: f.default for f in fields(s)}
     for needed, names in DEPENDENT_OPTIONS.items():
-        if getattr(s, needed) is None:
+        if not getattr(s, needed):
             for name in names:
                 if getattr(s, name) != usual[name]:
                     raise UsageError(

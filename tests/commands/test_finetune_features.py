@@ -154,6 +154,22 @@ def test_a_teacher_is_learned_from(model, data, tmp_path) -> None:
         tune(model, tmp_path / "bad", data, teacher=small)
 
 
+def test_a_model_without_some_layers_learns_from_the_whole_one(data, tmp_path) -> None:
+    whole = tiny_text.save(tmp_path / "whole", num_hidden_layers=4)
+    reshard(whole, tmp_path / "pruned", to="hf", layers="0,3", fsync=False)
+    more = {"teacher": whole, "distill_weight": 0.0, "lr": 1e-2, "train_iters": 8}
+    tune(tmp_path / "pruned", tmp_path / "plain", data, **more)
+    more |= {"distill_hidden_weight": 4.0, "distill_layers": "0:0,1:3"}
+    tune(tmp_path / "pruned", tmp_path / "out", data, **more, save_interval=4)
+    losses = [x[1] for x in curve(tmp_path / "out")]
+    assert losses[-1] < losses[0] > curve(tmp_path / "plain")[0][1]
+    with raises(LayoutError, "pp=2", "--distill-hidden-weight"):
+        tune(tmp_path / "pruned", tmp_path / "bad", data, **more, pp=2)
+    wide = tiny_text.save(tmp_path / "wide", hidden_size=64)
+    with raises(MappingError, "hidden size is 64", "32"):
+        tune(tmp_path / "pruned", tmp_path / "bad", data, **more | {"teacher": wide})
+
+
 def test_what_headers_forbid_is_refused_before_data_are_read(model, tmp_path) -> None:
     data = tmp_path / "nowhere.txt"
     odd = {"num_attention_heads": 3, "num_key_value_heads": 3}

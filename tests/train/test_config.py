@@ -78,6 +78,11 @@ def test_megatron_knows_these_options() -> None:
         ({"lora_target": "qkv"}, "--lora-target has no effect without --lora-rank"),
         ({"distill_weight": 1.0}, "--distill-weight has no effect without --teacher"),
         ({"distill_temperature": 2.0}, "--distill-temperature has no effect without --teacher"),
+        ({"distill_hidden_weight": 1.0}, "--distill-hidden-weight has no effect without --teacher"),
+        (
+            {"teacher": Path("x"), "distill_layers": "0:1"},
+            "--distill-layers has no effect without --distill-hidden-weight",
+        ),
         ({"fp8_format": "e4m3"}, "--fp8-format has no effect without --fp8-recipe"),
         (
             {"num_layers_at_start_in_bf16": 1},

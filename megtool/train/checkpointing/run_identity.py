@@ -79,6 +79,8 @@ _CURVE_OPTIONS = (
     "teacher",
     "distill_temperature",
     "distill_weight",
+    "distill_hidden_weight",
+    "distill_layers",
 )
 
 

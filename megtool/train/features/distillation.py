@@ -1,14 +1,16 @@
-"""Distillation: training on the logits of a teacher with the same vocabulary.
+"""Distillation: training on the logits, and hidden states, of a teacher with the same vocabulary.
 
-The loss is `(1 - weight) * CE + weight * t^2 * KL(teacher || student)`, both summed over the tokens
-that have labels, the divergence of both softmaxes at temperature t (Hinton et al., 2015).
+The loss is `(1 - weight) * CE + weight * t^2 * KL(teacher || student) + hidden_weight * L`, all
+summed over the tokens that have labels: the divergence of both softmaxes at temperature t (Hinton
+et al., 2015), and the mean over pairs of layers of `1 - cos` of their states
+(`megtool.train.features.layer_distillation`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,12 @@ from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
 from megtool.train.config import TrainConfig
+from megtool.train.features.layer_distillation import (
+    LayerStates,
+    check_stages,
+    choose_pairs,
+    layer_loss,
+)
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.memory_estimate import estimate_weight_bytes
 
@@ -226,9 +234,9 @@ class DistillationFeature(TrainingFeature):
     output of the teacher's last norm until then.
 
     Raises:
-        UsageError: temperature or weight are out of their range.
-        MappingError: the vocabularies differ.
-        LayoutError: the vocabularies are split differently.
+        UsageError: temperature or weights are out of their range, or `layers` cannot be read.
+        MappingError: the vocabularies differ, or hidden states that are compared.
+        LayoutError: the vocabularies are split differently, or layers that are compared.
     """
 
     def __init__(
@@ -239,11 +247,14 @@ class DistillationFeature(TrainingFeature):
         num_microbatches: int,
         temperature: float = 1.0,
         weight: float = 0.5,
+        hidden_weight: float = 0.0,
+        layers: str | None = None,
     ) -> None:
-        if temperature <= 0 or not 0 <= weight <= 1:
+        if temperature <= 0 or not 0 <= weight <= 1 or hidden_weight < 0:
             raise UsageError(
-                f"distillation cannot be at temperature {temperature} with weight {weight}",
-                hint="a temperature above 0, a weight from 0 to 1",
+                f"distillation cannot be at temperature {temperature} with weight {weight} and, "
+                f"of hidden states, {hidden_weight}",
+                hint="a temperature above 0, a weight from 0 to 1, one of hidden states from 0 on",
             )
         self.chunks = [teacher] if isinstance(teacher, Decoder) else list(teacher)
         self.teacher = self.chunks[-1]
@@ -260,20 +271,29 @@ class DistillationFeature(TrainingFeature):
         self.temperature, self.weight = temperature, weight
         self._batches: deque[Batch] = deque()
         self._states: deque[Tensor | None] = deque()
+        self.hidden_weight = hidden_weight
+        if hidden_weight:
+            check_stages(student.groups.parallel)
+            self.pairs = choose_pairs(student.config, self.teacher.config, layers)
+            self._own_layers = LayerStates(student, [own for own, _ in self.pairs])
+            self._taught_layers = LayerStates(self.teacher, [taught for _, taught in self.pairs])
 
     @classmethod
     def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
         """Check that the teacher fits.
 
         Raises:
-            MappingError: its vocabulary differs.
-            LayoutError: the layout does not divide it.
+            MappingError: its vocabulary differs, or hidden states that are compared.
+            LayoutError: the layout does not divide it, or has stages whose layers are compared.
             MegtoolError: it cannot be opened.
         """
         if settings.teacher is not None:
             teacher = open_decoder(settings.teacher).config
             check_vocabularies(source.config, teacher)
             plan_teacher_layout(settings.layout, source.config, teacher)
+            if settings.distill_hidden_weight:
+                check_stages(settings.layout)
+                choose_pairs(source.config, teacher, settings.distill_layers)
 
     @classmethod
     def estimate_memory(
@@ -308,6 +328,8 @@ class DistillationFeature(TrainingFeature):
             num_microbatches=inputs.num_microbatches,
             temperature=settings.distill_temperature,
             weight=settings.distill_weight,
+            hidden_weight=settings.distill_hidden_weight,
+            layers=settings.distill_layers,
         )
 
     @contextmanager
@@ -322,11 +344,13 @@ class DistillationFeature(TrainingFeature):
             self._batches.extend(_split_batch(batch, self.num_microbatches))
             if self.weight and self.teacher.groups.pp.size > 1:
                 self._states.extend(stream_hidden(self.chunks, self._batches))
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._states.clear)
+            stack.callback(self._batches.clear)
+            if self.hidden_weight and batch is not None:
+                stack.enter_context(self._own_layers.kept())
+                stack.enter_context(self._taught_layers.kept())
             yield
-        finally:
-            self._batches.clear()
-            self._states.clear()
 
     @property
     def objective(self) -> Objective:
@@ -339,12 +363,23 @@ class DistillationFeature(TrainingFeature):
         loss = x_TH.new_zeros((), dtype=torch.float32)
         if self.weight < 1:
             loss = loss + (1 - self.weight) * head.loss_of(x_TH, labels_BS)[0]
+        if not (self.weight or self.hidden_weight):
+            return loss
+        teacher_x_TH = self._states.popleft() if self._states else None
+        if teacher_x_TH is None:
+            with torch.no_grad():
+                teacher_x_TH = self.teacher.hidden(batch)
         if self.weight:
-            teacher_x_TH = self._states.popleft() if self._states else None
-            if teacher_x_TH is None:
-                with torch.no_grad():
-                    teacher_x_TH = self.teacher.hidden(batch)
             loss = loss + self.weight * self._divergence(head, x_TH, teacher_x_TH, labels_T)
+        if self.hidden_weight:
+            loss = loss + self.hidden_weight * layer_loss(
+                self._own_layers.take(),
+                self._taught_layers.take(),
+                self.pairs,
+                labels_T != -100,
+                head.groups.tp,
+                is_sequence_parallel=head.sequence_parallel,
+            )
         return loss
 
     def _divergence(
