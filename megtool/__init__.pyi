@@ -84,6 +84,7 @@ def evaluate(
     window: int | None = ...,
     stride: int | None = ...,
     max_tokens: int | None = ...,
+    layer_scores: bool = ...,
     predictions: str | Path | None = ...,
     tasks: str | None = ...,
     chat: bool = ...,

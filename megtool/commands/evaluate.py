@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def evaluate(
     encoder and a decoder (T5) a prompt is the source of its completion, both in one piece, and of
     plain texts spans are left out (15 of 100 tokens), of parts whose source has `window` tokens.
     `against` is a second model, in any format, that is run on the same windows and compared token
-    by token.
+    by token. `layer_scores` measures how much each layer changes the states of tokens.
 
     A model that scores labels is evaluated on records of texts with a `label`, or, if it has one
     label, of a number, or of a `chosen` and a `rejected` answer; `predictions` is a file for the
@@ -104,6 +105,11 @@ def evaluate(
             f"tasks ask for the text behind a prompt, and the model {what}",
             hint="--data FILE scores how well it predicts "
             + ("targets" if has_source else "masked tokens"),
+        )
+    if has_source and options.layer_scores:
+        raise UsageError(
+            "--layer-scores of a model with an encoder and a decoder",
+            hint="it is for models of one stack of layers, which `reshard --layers` makes shorter",
         )
     if source.config.bidirectional:
         texts = mask_documents(texts, tokenizer, source.config.vocab_size)
@@ -181,6 +187,7 @@ class _Evaluation:
         from megtool.inference.compare import compare
         from megtool.inference.evaluate import Score, check_documents
         from megtool.inference.evaluate import evaluate as score_texts
+        from megtool.inference.layer_influence import LayerInfluence
 
         options, texts, sizes, source = self.options, self.texts, self.sizes, self.source
         has_data = options.data is not None
@@ -193,20 +200,24 @@ class _Evaluation:
                 reference, _ = self._load(self.reference, groups, progress)
             loaded = time.monotonic()
             score, comparison = Score(), None
+            influence = LayerInfluence(forward.decoder) if options.layer_scores else None
+            measured = nullcontext() if influence is None else influence.measured()
             shared: dict[str, Any] = {
                 "window": sizes.window,
                 "stride": sizes.stride,
                 "batch_size": sizes.batch_size,
-                "graphed": groups.device.type == "cuda" and not options.stream_layers,
+                "graphed": groups.device.type == "cuda"
+                and not (options.stream_layers or options.layer_scores),
                 "counted": lambda n: progress("evaluate", n, total),
             }
             if has_data:
                 progress("evaluate", 0, total)
-                if reference is None:
-                    score = score_texts(forward, texts, **shared)
-                else:
-                    comparison = compare(forward, reference, texts, **shared)
-                    score = comparison.ours
+                with measured:
+                    if reference is None:
+                        score = score_texts(forward, texts, **shared)
+                    else:
+                        comparison = compare(forward, reference, texts, **shared)
+                        score = comparison.ours
             end = time.monotonic()
             tasks: dict[str, dict[str, Any]] = {}
             if options.tasks is not None:
@@ -244,6 +255,7 @@ class _Evaluation:
                 seconds=end - loaded,
                 against=divergence,
                 tasks=tasks,
+                layer_scores=() if influence is None else influence.scores(),
                 is_shown=groups.rank != 0,
             )
 

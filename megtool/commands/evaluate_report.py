@@ -55,7 +55,8 @@ class EvaluateReport(Report):
     `tokens` are the predictions that count, `loss` their mean negative log-probability in nats,
     `perplexity` its exponential, `accuracy` the share of them that the model held likeliest. A
     window of `window` tokens begins every `stride` tokens. `tasks` holds what lm-eval measured.
-    `quantization` is what is rounded as an engine does; empty if that is nothing.
+    `quantization` is what is rounded as an engine does; empty if that is nothing. `layer_scores`
+    are, by layer, the means of 1 - cos between the states before and behind it.
     """
 
     path: str
@@ -76,6 +77,7 @@ class EvaluateReport(Report):
     seconds: float = 0.0
     against: Divergence | None = None
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layer_scores: tuple[float, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,6 +112,8 @@ class EvaluateReport(Report):
             yield Section(title=f"against {d.path} ({d.format})", rows=[*_divergence_rows(d)])
             if d.worst:
                 yield Section(table=_worst_table(d.worst[:5]))
+        if self.layer_scores:
+            yield Section(table=_layer_table(self.layer_scores))
         for task, values in self.tasks.items():
             rows = [
                 (name, f"{value:.4f}" if isinstance(value, float) else str(value))
@@ -201,6 +205,13 @@ def _divergence_rows(d: Divergence) -> Iterator[Row]:
         f"differ by {d.logits_mean_difference:.3e} on average, "
         f"{d.logits_max_difference:.3e} at most",
     )
+
+
+def _layer_table(scores: Sequence[float]) -> Table:
+    """Layers from the one that changes states least on."""
+    order = sorted(range(len(scores)), key=lambda number: scores[number])
+    rows = [(str(number), f"{scores[number]:.4f}") for number in order]
+    return Table(header=("layer", "1 - cos"), rows=rows)
 
 
 def _worst_table(worst: Sequence[WorstPosition]) -> Table:

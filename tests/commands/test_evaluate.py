@@ -71,6 +71,38 @@ def test_a_data_set_of_tokens_has_the_score_of_its_text(folder: Path, tmp_path: 
     assert other.tokens == one.tokens
 
 
+def test_layers_are_scored_as_by_transformers_states(folder: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lines = folder.parent / "lines.jsonl"
+    deep = tiny_text.save(tmp_path / "deep", num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(deep, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(deep)
+    states = dict[int, list[torch.Tensor]]()
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(
+            lambda _, inputs, out, n=number: states.setdefault(n, []).append(
+                1 - torch.cosine_similarity(inputs[0], out, dim=-1)
+            )
+        )
+    texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
+    for text in [*texts, texts[0][:20]]:
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[:, :-1]
+        model(ids)
+    expected = [float(torch.cat([c.flatten() for c in states[n]]).mean()) for n in range(4)]
+    records = [{"text": t} for t in [*texts, texts[0][:20]]]  # rows of two lengths: padding
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, records)))
+    for options in ({}, {"stream_layers": True}):
+        report = score(deep, data, layer_scores=True, **options)
+        assert report.layer_scores == pytest.approx(expected, rel=1e-4)
+    shown = [row for s in report.sections() if s.table for row in s.table.rows]
+    assert [int(row[0]) for row in shown] == sorted(range(4), key=lambda n: expected[n])
+    assert report.to_json()["layer_scores"] == report.layer_scores
+    assert not score(deep, data).layer_scores
+
+
 def test_of_a_chat_the_assistant_counts(folder: Path) -> None:
     chats = folder.parent / "chats.jsonl"
     assert 0 < score(folder, chats).tokens < score(folder, chats, all_turns=True).tokens
@@ -142,12 +174,14 @@ def test_several_processes_have_the_same_score(folder: Path, axis: str) -> None:
     text = folder.parent / "text.txt"
     other = folder.parent / "other"
     line = ["evaluate", str(folder), "--data", str(text), "--against", str(other)]
-    done = torchrun(2, *line, axis, "2", "--device", "cpu", "--json", "-q")
+    done = torchrun(2, *line, axis, "2", "--layer-scores", "--device", "cpu", "--json", "-q")
     assert done.returncode == 0, done.stderr
-    found, alone = json.loads(done.stdout), score(folder, text, against=other)
+    alone = score(folder, text, against=other, layer_scores=True)
+    found = json.loads(done.stdout)
     assert alone.against is not None
     assert found["loss"] == pytest.approx(alone.loss, rel=1e-6)
     assert found["against"]["kl_mean"] == pytest.approx(alone.against.kl_mean, rel=1e-3)
+    assert found["layer_scores"] == pytest.approx(alone.layer_scores, rel=1e-4)
 
 
 @pytest.mark.slow

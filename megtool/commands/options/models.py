@@ -177,6 +177,12 @@ class EvaluateOptions(
         minimum=2,
         needs=(_NEEDS_DATA,),
     )
+    layer_scores: bool = option(
+        TEXT,
+        "Measure how much each layer changes the states of tokens.",
+        False,
+        needs=(_NEEDS_DATA,),
+    )
     predictions: Path | None = option(
         TEXT,
         "Of a model that scores labels: write the best label and the scores of each text here, as "
