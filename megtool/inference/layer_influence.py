@@ -58,9 +58,10 @@ class LayerInfluence:
         """The scores of all layers, those of other stages and other tokens too, on every rank."""
         parts = [{number: (a, b) for number, (a, b) in self._sums.items()}]
         if self._decoder.groups.world.size > 1:
-            gathered = [None] * self._decoder.groups.world.size
-            dist.all_gather_object(gathered, parts[0], self._decoder.groups.world.handle)
-            parts = [part for part in gathered if part is not None]
+            world = self._decoder.groups.world
+            gathered: list[dict[int, tuple[float, float]]] = [{}] * world.size
+            dist.all_gather_object(gathered, parts[0], world.handle)
+            parts = gathered
         totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for part in parts:  # ranks of tensor parallelism have the same: shares stay what they are
             for number, (total, count) in part.items():
