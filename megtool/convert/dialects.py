@@ -281,7 +281,8 @@ class DialectOptions:
     own layers will load the tensors, not Transformer Engine's, which name the norm before experts
     differently. `model_class` is GPTModel (`gpt`) or HybridModel (`hybrid`), by default the
     source's, or the one that can hold the model. `in_parts`: parts of mixers' projections are
-    tensors of their own, as in formats with global shapes.
+    tensors of their own, as in formats with global shapes; `singletons`: so are single experts, and
+    gate and up rows, as where Megatron saves with `singleton_local_shards`.
     `text_prefix` is what Megatron's names of a nested text model begin with; with `tower_names`
     towers have Megatron's names, too, where a table knows them (`Tower.megatron`).
     `state_names` is the pattern of optimizer state's names, with `{state}` and
@@ -293,6 +294,7 @@ class DialectOptions:
     own_layers: bool = False
     model_class: str | None = None
     in_parts: bool = False
+    singletons: bool = False
     text_prefix: str = ""
     tower_names: bool = False
     state_names: str | None = None
@@ -350,6 +352,8 @@ def write_side(
             "layers differ and cannot be stacked", hint="write one key per layer instead"
         )
     table = _table(dialect, family, per_layer=per_layer, in_parts=options.in_parts)
+    if dialect == "megatron" and options.singletons:
+        table = (*(family.megatron if family else ()), *megatron.SINGLETONS)
     if dialect == "megatron" and options.tower_names:
         table = tuple(
             replace(r, writes_megatron=True) if isinstance(r, Tower) else r for r in table

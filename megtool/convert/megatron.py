@@ -208,6 +208,9 @@ IN_PARTS: Table = _per_layer(megatron_mixers.PARTS, megatron_mixers.WHOLE)
 
 STACKED: Table = stack_layers(PER_LAYER)
 
+SINGLETONS: Table = (*megatron_moe.SINGLETONS, *IN_PARTS)
+"""The same with experts one by one, and gate and up rows apart."""
+
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 # Master weights are `param` in Megatron's fully reshardable state and `fp32_param` elsewhere.

@@ -135,6 +135,40 @@ READ: Table = (
 )
 
 
+SINGLETONS: Table = (
+    *(
+        Row(
+            f"{_M}shared_experts.linear_fc1.weight_{end}",
+            f"{_SHARED}{name}.weight",
+            when=f"gated and {_MOE}",
+        )
+        for end, name in (("w", "gate"), ("v", "up"))
+    ),
+    *(
+        row
+        for kind in ("weight", "bias")
+        for row in (
+            *(
+                Row(f"{_M}{module}.{kind}_{end}", f"{ours}{name}.{kind}", when=f"gated and {when}")
+                for module, ours, when in (
+                    ("experts.experts.{e}.linear_fc1", _EXPERT, _MOE),
+                    ("linear_fc1", _MLP, _DENSE),
+                )
+                for end, name in (("w", "gate"), ("v", "up"))
+            ),
+            Row(
+                f"{_M}experts.experts.{{e}}.linear_fc1.{kind}",
+                f"{_EXPERT}up.{kind}",
+                when=f"not gated and {_MOE}",
+            ),
+            Row(f"{_M}experts.experts.{{e}}.linear_fc2.{kind}", f"{_EXPERT}down.{kind}", when=_MOE),
+        )
+    ),
+)
+"""Experts one by one, gate and up rows apart: Megatron's `singleton_local_shards`, as ModelOpt asks
+for it (`sharded_state_dict` in modelopt 0.47's torch/opt/plugins/megatron.py)."""
+
+
 def mtp_rows(layers: Table) -> tuple[Row, ...]:
     """Rows of the multi-token prediction layers, derived from the rows of the decoder's layers.
 

@@ -41,6 +41,7 @@ from megtool.errors import (
 from megtool.model_config import ModelConfig
 from megtool.number_formats.small_floats import single
 from megtool.options.groups import SourceOptions
+from megtool.reshard.fp8_state.modelopt_amax import is_quantizer_buffer
 from megtool.reshard.megatron.master_weight_check import check_masters
 from megtool.reshard.megatron.model_space import to_model_space
 from megtool.reshard.megatron.nemo_config import read_foreign_args
@@ -106,7 +107,7 @@ def open_source(
         FormatError: no checkpoint, or a damaged one.
         MappingError: its tensors do not fit its model.
     """
-    catalogue = open_checkpoint(path, iteration=_parse_iteration(options.iteration))
+    catalogue = open_checkpoint(path, iteration=parse_iteration(options.iteration))
     sidecar = read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
     ignore = tensors.ignore
     if ignore is not None and any(ignore(t.name) for t in catalogue.tensors):
@@ -125,6 +126,8 @@ def open_source(
     if model is not None and has_own_head(catalogue, model):
         _LOG.info("the output layer is not the embedding, though config.json ties them: both stay")
         model = replace(model, config=replace(model.config, tied_embeddings=False))
+    if not lenient and model is not None and model.family is not None:
+        catalogue = _without_quantizers(catalogue, for_format)
     before = len(catalogue.tensors)
     config = model.config if model else None
     catalogue = to_model_space(catalogue, config, compare_all=prove_all, lenient=lenient)
@@ -160,6 +163,43 @@ def open_source(
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
     )
+
+
+def _without_quantizers(catalogue: Catalogue, for_format: str | None) -> Catalogue:
+    """The checkpoint without the buffers of ModelOpt's quantizers, which no model has.
+
+    Raises:
+        MappingError: weights mean something else without them, or they would be lost.
+    """
+    buffers = [t.name for t in catalogue.tensors if is_quantizer_buffer(t.name)]
+    if not buffers:
+        return catalogue
+    smoothed = [n for n in buffers if n.endswith("_pre_quant_scale")]
+    if smoothed:
+        raise MappingError(
+            f"{len(smoothed)} of its weights are multiplied by smoothing scales that ModelOpt "
+            "divides inputs by",
+            file=catalogue.root,
+            tensor=smoothed[0],
+            hint="`megtool export SRC DST --to unified` keeps the scales; ModelOpt restores them "
+            "in Megatron",
+            error_id="unsupported-quantization",
+        )
+    if for_format not in (None, "hf", "safetensors"):
+        raise MappingError(
+            f"{len(buffers)} buffers of ModelOpt's quantizers belong to the modules of its layout",
+            file=catalogue.root,
+            tensor=buffers[0],
+            hint="Megatron loads torch_dist at any layout as it is; `megtool quantize --to "
+            "torch_dist --dst-tp N` writes another, and --to hf the plain weights",
+            error_id="unsupported-quantization",
+        )
+    _LOG.warning(
+        "the %d buffers of ModelOpt's quantizers are left out: weights are read as they are, not "
+        "rounded",
+        len(buffers),
+    )
+    return catalogue.select(lambda name: not is_quantizer_buffer(name))
 
 
 def _warn_missing_mtp(config: ModelConfig | None, side: CanonicalView) -> None:
@@ -352,7 +392,12 @@ def _is_state(name: str) -> bool:
     return is_optimizer_state(name) or _STATE_OF_RANK.match(name) is not None
 
 
-def _parse_iteration(text: str | None) -> int | str | None:
+def parse_iteration(text: str | None) -> int | str | None:
+    """What `--iteration` names: None for the latest.
+
+    Raises:
+        UsageError: it is no number.
+    """
     if text is None or text == "latest":
         return None
     if text == "release":

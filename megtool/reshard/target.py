@@ -121,7 +121,7 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         check_masters(source.catalogue, source.view)
     if options.model_class is not None and source.view.dialect == "identity":
         raise source.reason or unknown_model(source, "a class of models needs the model's family")
-    side = _bind_target(source, kind, dialect, parallel, dtype, optimizer, options.model_class)
+    side = _bind_target(source, kind, dialect, parallel, replace(options, dtype=dtype), optimizer)
     if source.view.canonical and not side.tensors:
         raise UsageError(
             f"{kind!r} holds none of the selected tensors: {side.dropped[0][1]}",
@@ -157,9 +157,8 @@ def _bind_target(
     kind: str,
     dialect: str,
     parallel: ParallelConfig | None,
-    dtype: DType | None,
+    options: TargetOptions,
     optimizer: str | None,
-    model_class: str | None,
 ) -> TargetView:
     """The target's tensors. State in rank files or buckets is named layer by layer."""
 
@@ -175,15 +174,16 @@ def _bind_target(
             dialect=dialect,
             family=source.model.family if source.model else None,
             config=source.known_config,
-            dtype=dtype,
+            dtype=options.dtype,
             parallel=parallel if dialect == "megatron" or _is_megatron(source) else None,
             per_layer=per_layer,
             options=DialectOptions(
                 divisible_by=vocab_divisor(source.catalogue),
                 main=main,
                 own_layers=uses_local_layers(source.catalogue),
-                model_class=model_class,
+                model_class=options.model_class,
                 in_parts=in_parts,
+                singletons=options.singletons,
                 text_prefix=_text_prefix(source) if in_parts else "",
                 tower_names=in_parts,
                 state_names=_state_names(kind, dialect),
@@ -194,6 +194,8 @@ def _bind_target(
         return write(source.view, per_layer=None, main="param")
     if kind == "megatron":
         return write(source.view, per_layer=True, main="param")
+    if options.singletons:
+        return write(source.view, per_layer=True)
     if optimizer != DP_RESHARDABLE:
         return write(source.view, per_layer=None)
     canonical = source.view.canonical

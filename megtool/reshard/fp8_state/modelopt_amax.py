@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.files import Files, read_file
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.reshard.fp8_state.checks import LOOSE, SLACK, StateFinding
 from megtool.reshard.fp8_state.weight_amax import find_sites, index_box
@@ -59,6 +59,22 @@ class AmaxBuffer:
 def is_amax_buffer(name: str) -> bool:
     """Whether a stored tensor is an amax of a ModelOpt quantizer, and no part of the model."""
     return _PLAIN_AMAX.search(name) is not None
+
+
+def is_quantizer_buffer(name: str) -> bool:
+    """Whether a stored tensor is an amax or a smoothing scale of a ModelOpt quantizer."""
+    return is_amax_buffer(name) or name.endswith("_quantizer._pre_quant_scale")
+
+
+def has_quantizers(catalogue: Catalogue) -> bool:
+    """Whether a `torch_dist` checkpoint has the buffers of ModelOpt's quantizers, or says that it
+    has quantizers without buffers (MX formats)."""
+    if catalogue.format != "torch_dist":
+        return False
+    if any(is_quantizer_buffer(t.name) for t in catalogue.tensors):
+        return True
+    path = catalogue.auxiliary_files.get("modelopt_state/common.pt")
+    return path is not None and b"quant_cfg" in read_file(path)
 
 
 def list_amax_buffers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.plan import DroppedItem, Fill
@@ -14,6 +15,20 @@ from megtool.convert.dialects import TargetView
 from megtool.dtypes import DType
 from megtool.reshard.megatron.amax_report import AmaxOptions, AmaxReport
 from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedState:
+    """What a `torch_dist` checkpoint holds beside the model.
+
+    These are small `tensors` that the plan's feeds fill, `objects` (trees, or bytes of whole
+    items), and `small_files` of the iteration's folder.
+    """
+
+    tensors: Sequence[GlobalTensor] = ()
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +41,8 @@ class TargetOptions:
     checkpoint needs, instead of refusing them. `renames` are patterns `OLD=NEW`. `replicate` are
     globs of tensors that may be written whole for every tensor-parallel rank. `model_class` is the
     class of Megatron's that will load the target, `gpt` or `hybrid`, None for the source's.
+    `singletons` names single experts, and gate and up rows apart; `add` says what to store beside
+    the tensors that are planned.
     """
 
     to: str | None = None
@@ -41,6 +58,8 @@ class TargetOptions:
     renames: Sequence[str] = ()
     replicate: Sequence[str] = ()
     model_class: str | None = None
+    singletons: bool = False
+    add: Callable[[TargetView, ParallelConfig], AddedState] | None = None
     amax: AmaxOptions = field(default_factory=AmaxOptions)
     destination: Path = Path()
 

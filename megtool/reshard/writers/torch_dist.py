@@ -37,7 +37,7 @@ from megtool.reshard.megatron.optimizer import (
 )
 from megtool.reshard.source import CheckpointSource, collect_small_files
 from megtool.reshard.state_dict_groups import make_group_entries, read_any_groups
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import AddedState, Target, TargetOptions
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
@@ -53,7 +53,13 @@ def plan_layout(
     shards = out.side.shards
     if shards is None:
         shards = shard_rows(out.side.tensors, parallel.dp)
-    _plan_layout(source, options, out, dtype, parallel, out.side.tensors, shards, {})
+    tensors = [*out.side.tensors]
+    added = AddedState() if options.add is None else options.add(out.side, parallel)
+    if added.tensors:
+        tensors += added.tensors
+        whole = [((0,) * len(t.shape), t.shape) for t in added.tensors]
+        shards = _join_shards(shards, [[(lo, hi, 0)] for lo, hi in whole], tensors)
+    _plan_layout(source, options, out, dtype, parallel, tensors, shards, added)
 
 
 def _plan_layout(
@@ -64,12 +70,13 @@ def _plan_layout(
     parallel: ParallelConfig,
     tensors: Sequence[GlobalTensor],
     shards: Shards,
-    extra_objects: dict[str, Any],
+    added: AddedState,
 ) -> None:
-    """Plan all files for stored tensors and their shards; `extra_objects` are written too."""
+    """Plan all files for stored tensors and their shards; objects and files of `added` too."""
     megatron = out.format == "torch_dist"
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
     small = collect_small_files(source, dtype, () if megatron else (f"{MODELOPT_FOLDER}/",))
+    small |= added.small_files
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = edit_layout(small[BRIDGE_FILE], parallel)
     carried = plan_objects(source, tensors, parallel, out.format)
@@ -82,9 +89,10 @@ def _plan_layout(
     if megatron:
         transfer.convert(list_required_states(tensors, ()))
         out.amax = transfer.report()
-    objects: dict[str, Any] = extra_objects | encode_objects(
+    objects: dict[str, Any] = encode_objects(
         source, carried, tensors, megatron=megatron, empty_state=transfer.empty_state()
     )
+    objects |= added.objects
     iteration = read_iteration(source.catalogue)
     common = None
     entries = {} if megatron else make_group_entries(source.catalogue, tensors)
@@ -193,10 +201,11 @@ def _plan_bucket_layout(
     )
     stored = [*weights, *layout.tensors]
     weight_shards = shard(weights, parallel, config=config)
-    shards = _join_shards(weight_shards, layout.ranges, len(weights), max(widest(stored), 1))
+    flat_boxes = [[((a,), (b,), owner) for a, b, owner in ranges] for ranges in layout.ranges]
+    shards = _join_shards(weight_shards, flat_boxes, stored)
     inner = groups.for_chain(layout.num_chains) if groups else [{}] * layout.num_chains
-    extra_objects = make_bucket_objects(layout, settings, inner)
-    _plan_layout(source, options, out, dtype, parallel, stored, shards, extra_objects)
+    added = AddedState(objects=make_bucket_objects(layout, settings, inner))
+    _plan_layout(source, options, out, dtype, parallel, stored, shards, added)
     regrouping, names = plan_regrouping(layout, shards, len(weights), prefixes)
     flat = {t.name for t in layout.tensors}
     destination = out.destination
@@ -208,25 +217,27 @@ def _plan_bucket_layout(
 
 
 def _join_shards(
-    weight_shards: Shards, ranges: Sequence[Sequence[tuple[int, int, int]]], first: int, ndim: int
+    shards: Shards,
+    further: Sequence[Sequence[tuple[Sequence[int], Sequence[int], int]]],
+    tensors: Sequence[GlobalTensor],
 ) -> Shards:
-    """Shards of the weights, then those of the flat tensors."""
-    rows = [
+    """Shards of the first of `tensors`, then the `further` boxes, with their owners, of the last
+    ones."""
+    rows: list[tuple[int, Sequence[int], Sequence[int], int]] = [
         (int(t), lo, hi, int(owner))
         for t, lo, hi, owner in zip(
-            weight_shards.tensor.tolist(),
-            weight_shards.boxes.lo.tolist(),
-            weight_shards.boxes.hi.tolist(),
-            weight_shards.owner.tolist(),
+            shards.tensor.tolist(),
+            shards.boxes.lo.tolist(),
+            shards.boxes.hi.tolist(),
+            shards.owner.tolist(),
             strict=True,
         )
     ]
-    flat = [
-        (first + number, [a], [b], owner)
-        for number, tensor_ranges in enumerate(ranges)
-        for a, b, owner in tensor_ranges
+    first = len(tensors) - len(further)
+    rows += [
+        (first + i, lo, hi, owner) for i, boxes in enumerate(further) for lo, hi, owner in boxes
     ]
-    return Shards.build([*rows, *flat], ndim)
+    return Shards.build(rows, max(widest(tensors), 1))
 
 
 def shard_rows(tensors: Sequence[GlobalTensor], ranks: int) -> Shards:
