@@ -24,6 +24,8 @@ from megtool.export.report import ExportReport
 from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects
 from megtool.quant.recipes.engine_support import parse_engine
+from megtool.reshard.fp8_state.modelopt_amax import has_quantizers
+from megtool.reshard.open_source import parse_iteration
 from megtool.reshard.parse_size import parse_size
 
 
@@ -81,6 +83,29 @@ def export(
             files=files,
             progress=progress,
         )
+    if to != "hf" and _is_quantized_megatron(options):
+        from megtool.export.quantized_folder import FolderOptions
+        from megtool.export.quantized_megatron import export_quantized_megatron
+
+        check_effects(options, ExportFacts(to=to, is_repacked=False))
+        _check_no_cast(options)
+        shard_size = options.max_shard_size
+        megatron = export_quantized_megatron(
+            source,
+            destination,
+            options,
+            folder=FolderOptions(
+                to=to,
+                target=engine or None,
+                max_shard_bytes=parse_size(shard_size, "max shard size")
+                if shard_size
+                else DEFAULT_SHARD_BYTES,
+            ),
+            execution=execution,
+            files=files,
+            progress=progress,
+        )
+        return _add_engine_note(megatron, engine, destination)
     catalogue = _open_quantized(source)
     is_repacked = catalogue is not None and to != "hf"
     check_effects(options, ExportFacts(to=to, is_repacked=is_repacked))
@@ -128,6 +153,28 @@ def _check_engines(options: ExportOptions) -> None:
     if to in ENGINES and engine != to:
         raise UsageError(
             f"--to {to} and --target {target} are two engines", hint="leave one of them out"
+        )
+
+
+def _is_quantized_megatron(options: ExportOptions) -> bool:
+    """Whether SRC is a Megatron checkpoint with ModelOpt's quantizers."""
+    if "torch_dist" not in detect_format(options.source).names:
+        return False
+    iteration = parse_iteration(options.iteration)
+    return has_quantizers(open_checkpoint(options.source, iteration=iteration))
+
+
+def _check_no_cast(options: ExportOptions) -> None:
+    """Refuse a dtype for a checkpoint whose weights become codes.
+
+    Raises:
+        UsageError: one is given.
+    """
+    if options.dtype is not None:
+        raise UsageError(
+            f"--dtype {options.dtype} has no effect with a quantized Megatron checkpoint",
+            hint="what is not quantized keeps its dtype; --to hf casts plain weights",
+            error_id="option-without-effect",
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megtool.checkpoint.storage.location import require_local
 from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, QuantizeOptions
+from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
 from megtool.options.effects import check_effects
@@ -138,6 +139,8 @@ def _make_request(
             evaluate=options.eval_data,
             evaluate_tokens=options.eval_tokens or DEFAULT_EVALUATION_TOKENS,
             page=options.report,
+            to=options.to,
+            layout=LayoutOptions(tp=options.dst_tp, pp=options.dst_pp, ep=options.dst_ep),
         ),
     )
 

@@ -25,7 +25,8 @@ class WeightQParams:
 
     Inputs are divided by `smoothing_scale`: by the preceding norm (`QParams.norm_scales`) or, with
     `stores_pre_quant_scale`, by the engine, which reads `pre_quant_scale = 1 / smoothing_scale`.
-    `input_amax` is the amax of inputs after that (0: the format needs none).
+    `input_amax` is the amax of inputs after that (0: the format needs none). `is_smoothed`: the
+    weight is stored multiplied by `smoothing_scale` already, as ModelOpt stores it.
     """
 
     module: str
@@ -36,6 +37,12 @@ class WeightQParams:
     global_amax: float = 0.0
     codes: NDArray[np.int8] | None = None
     input_amax: float = 0.0
+    is_smoothed: bool = False
+
+    @property
+    def weight_factors(self) -> Floats | None:
+        """What the stored weight is multiplied by before it is rounded (None: ones)."""
+        return None if self.is_smoothed else self.smoothing_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class ResolvedRecipe:
     @property
     def architecture(self) -> str:
         """The model class in config.json, or "" if unknown."""
-        return _find_architecture(self.source)
+        return find_model_class(self.source)
 
     @property
     def doubt(self) -> str:
@@ -96,7 +96,7 @@ def resolve_recipe(
         if suited is not parsed:
             parsed = suited
             matched = match_rules(parsed, modules.modules, problems, group_size=group_size or 0)
-        architecture = _find_architecture(source_)
+        architecture = find_model_class(source_)
         check_engine(engine, parsed, matched.decisions, problems, architecture=architecture)
     problems.raise_all()
     return ResolvedRecipe(
@@ -132,8 +132,8 @@ def _check_cache(source: CheckpointSource, recipe: Recipe, problems: RecipeProbl
         )
 
 
-def _find_architecture(source: CheckpointSource) -> str:
-    """Find the first of `architectures` in the model's config.json."""
+def find_model_class(source: CheckpointSource) -> str:
+    """Find the first of `architectures` in the model's config.json; "" if nothing says it."""
     model = source.model
     if model is None:
         return ""

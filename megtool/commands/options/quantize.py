@@ -82,6 +82,19 @@ _QUANTIZES = OptionCondition(
 )
 
 
+_IS_MEGATRON = OptionCondition(
+    holds=lambda options, facts: options.to == "torch_dist",
+    reason="{has} no effect with --to hf, which has no ranks",
+    hint="--to torch_dist writes a Megatron checkpoint; --tp, --pp and --ep are those in which "
+    "calibration runs",
+)
+_IS_FOLDER = OptionCondition(
+    holds=lambda options, facts: options.to == "hf",
+    reason="{has} no effect with --to torch_dist",
+    hint="leave {it} out; `megtool export` of the result makes the folder, which has it",
+)
+
+
 def _has_no_file(options: Any, facts: Any) -> bool:
     return not options.calibration
 
@@ -157,6 +170,8 @@ CONDITIONS = (
     _MEGTOOL,
     _MEGTOOL_OR_MEASURED,
     _QUANTIZES,
+    _IS_MEGATRON,
+    _IS_FOLDER,
     _NO_FILE,
     _NO_FILE_OR_MEASURED,
     _NOT_SYNTHETIC,
@@ -208,8 +223,9 @@ class QuantizeOptions(
 ):
     """Quantize a checkpoint in any format for an engine, and check the result.
 
-    Writes a Hugging Face folder that vLLM, SGLang and TensorRT-LLM load. Runs layer by layer, in
-    the memory of one; an interrupted run resumes when the same command is given again.
+    Writes a Hugging Face folder that vLLM, SGLang and TensorRT-LLM load, or with --to torch_dist a
+    Megatron checkpoint that ModelOpt restores. Runs layer by layer, in the memory of one; an
+    interrupted run resumes when the same command is given again.
 
     Example: megtool quantize ./SmolLM2-135M-Instruct ./SmolLM2-fp8 --recipe fp8
     """
@@ -332,7 +348,7 @@ class QuantizeOptions(
         CHECK,
         "Measure perplexity and divergence before and after on this text.",
         metavar="FILE",
-        needs=(_QUANTIZES,),
+        needs=(_QUANTIZES, _IS_FOLDER),
     )
     eval_tokens: int | None = option(
         CHECK,
@@ -341,8 +357,36 @@ class QuantizeOptions(
         minimum=2,
         needs=(_QUANTIZES, _EVALUATES),
     )
+    to: Literal["hf", "torch_dist"] = option(
+        OUTPUT,
+        "hf: codes and scales for engines; torch_dist: a Megatron checkpoint with ModelOpt's "
+        "quantizers, for its training, and for `megtool export`.",
+        "hf",
+        needs=(_QUANTIZES,),
+    )
+    dst_tp: int | None = option(
+        OUTPUT,
+        "Tensor-parallel size of the Megatron checkpoint; default: 1.",
+        metavar="N",
+        minimum=1,
+        needs=(_QUANTIZES, _IS_MEGATRON),
+    )
+    dst_pp: int | None = option(
+        OUTPUT,
+        "Its pipeline-parallel size.",
+        metavar="N",
+        minimum=1,
+        needs=(_QUANTIZES, _IS_MEGATRON),
+    )
+    dst_ep: int | None = option(
+        OUTPUT,
+        "Its expert-parallel size.",
+        metavar="N",
+        minimum=1,
+        needs=(_QUANTIZES, _IS_MEGATRON),
+    )
     max_shard_size: str | None = option(
-        OUTPUT, "Largest file; default: 5GB.", metavar="SIZE", needs=(_QUANTIZES,)
+        OUTPUT, "Largest file; default: 5GB.", metavar="SIZE", needs=(_QUANTIZES, _IS_FOLDER)
     )
     memory: str = option(
         OUTPUT,

@@ -134,7 +134,7 @@ class PackFeed:
             if role != CODES
         }
         rows = rows_of(weight, reader.tile_bytes)
-        known_scales = _KnownScales(weight, parts, self.amax)
+        known_scales = KnownScales(weight, parts, self.amax)
         with weight.open_rows(reader) as read:
             for begin in range(self.first, self.end, rows):
                 stop = min(begin + rows, self.end)
@@ -162,7 +162,7 @@ class PackFeed:
     def _encode_rows(
         self,
         read: Callable[[int, int], Array],
-        scales: _KnownScales,
+        scales: KnownScales,
         begin: int,
         stop: int,
         tile_bytes: int,
@@ -199,8 +199,9 @@ class PackFeed:
         return part.window((self.first, 0), (self.end, self.weight.shape[1]))
 
 
-class _KnownScales:
-    """Encodes boxes of one weight with the scales that are known before it is read."""
+class KnownScales:
+    """Encodes boxes of one weight with the scales that are known before it is read; `parts` are the
+    packing's parts."""
 
     def __init__(self, weight: WeightToPack, parts: dict[str, PackedPart], amax: float) -> None:
         qparams = weight.qparams
@@ -208,7 +209,7 @@ class _KnownScales:
         self._qparams, self._dtype = qparams, weight.dtype.name
         self._packing = packing_of(qparams.format)
         self._scales = list_known_scales(qparams, parts, amax)
-        self._smoothing_scale = qparams.smoothing_scale
+        self._smoothing_scale = qparams.weight_factors
         if self._smoothing_scale is not None:
             self._smoothing_scale = self._smoothing_scale.astype(np.float32)
         self._room: NDArray[Any] | None = None
@@ -222,6 +223,15 @@ class _KnownScales:
         if self._smoothing_scale is not None:
             values = single(values, dtype) * self._smoothing_scale[lo[1] : hi[1]]
             dtype = "float32"
+        return self._encode(values, dtype, lo, hi, reuses_memory=reuses_memory)
+
+    def encode_values(self, values: Array, lo: Index, hi: Index) -> dict[str, NDArray[Any]]:
+        """Encode a box of float32 numbers that are smoothed already."""
+        return self._encode(values, "float32", lo, hi)
+
+    def _encode(
+        self, values: Array, dtype: str, lo: Index, hi: Index, *, reuses_memory: bool = False
+    ) -> dict[str, NDArray[Any]]:
         if SCALE in self._scales and self._qparams.amax is not None:  # no other check for NaN
             part = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
             if not np.isfinite(amax_of(values, dtype, part, lo, hi)).all():
@@ -321,7 +331,7 @@ def make_pack_feeds(
     """Make the feeds of one weight, each of about a unit of work; see `PackFeed`."""
     qparams = weight.qparams
     form = (qparams.format.algo, qparams.format.group_size, qparams.format.round_twice)
-    digest = digest_facts(*form, qparams.smoothing_scale, qparams.amax, qparams.codes)
+    digest = digest_facts(*form, qparams.weight_factors, qparams.amax, qparams.codes)
     grain = math.lcm(grain_of(weight), weight.period)
     rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
     return [
@@ -409,7 +419,7 @@ def find_amaxes(
                 local.reader = RegionReader(
                     locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES
                 )
-            smoothing_scale = weight.qparams.smoothing_scale
+            smoothing_scale = weight.qparams.weight_factors
             rows = max(1, COMPUTED_BYTES // weight.row_bytes)
             with local.reader.open(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):

@@ -39,6 +39,7 @@ from megtool.quant.qparams import QParams
 from megtool.quant.recipes.modules import is_in_expert_blocks
 from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
+from megtool.reshard.megatron.optimizer import NONE
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import make_target
@@ -68,9 +69,17 @@ def finalize(
     proofs: list[FolderVerification] = []
     proving = 0.0
 
+    to = request.output.to
+
     def check(tree: Path) -> None:
         nonlocal proving
         began = time.monotonic()
+        if to == "torch_dist":
+            from megtool.quant.pipeline.megatron_source import check_readable_again
+
+            check_readable_again(tree, request.decisions, solved.qparams, source)
+            proving = time.monotonic() - began
+            return
         proofs.append(
             verify_folder(
                 source,
@@ -95,7 +104,9 @@ def finalize(
             request.decisions,
             solved.qparams,
             TargetOptions(
-                to="hf",
+                to=to,
+                layout=request.output.layout,
+                optimizer=NONE if to == "torch_dist" else None,
                 max_shard_bytes=request.output.max_shard_bytes,
                 destination=request.destination,
             ),
@@ -111,11 +122,13 @@ def finalize(
             progress=progress,
         )
         notes += written.warnings
-    if written is not None and written.worker is not None and not proofs:
+    if written is not None and written.worker is not None and not (proofs or proving):
         report = _report(request, solved, samples, seconds)
         return replace(report, worker=written.worker, notes=tuple(notes))
     seconds["write"] = time.monotonic() - began - proving
     seconds["prove"] = proving
+    if written is not None and to == "torch_dist":
+        return _report_megatron(request, solved, samples, seconds, written, notes)
     proof = replace(proofs[-1], path=str(request.destination))
     report = _report(
         request,
@@ -149,6 +162,30 @@ def finalize(
         peak_rss_bytes=peak_rss_bytes(),
     )
     return report
+
+
+def _report_megatron(
+    request: QuantizeRequest,
+    solved: SolvedQParams,
+    samples: CalibrationSamples | None,
+    seconds: dict[str, float],
+    written: WriteReport,
+    notes: list[str],
+) -> QuantizeReport:
+    """The report of a Megatron checkpoint, whose weights keep their dtype."""
+    export = f"megtool export {request.destination} FOLDER --to unified"
+    notes = [*notes, *(request.auto.notes if request.auto else ())]
+    notes.append(f"its weights are fake-quantized by ModelOpt when it is loaded; {export}")
+    return replace(
+        _report(request, solved, samples, seconds, num_bytes=written.num_bytes),
+        resumed_units=written.resumed_units,
+        digested=written.digested,
+        tensors=written.tensors,
+        digested_files=written.digested_files,
+        worker=written.worker,
+        notes=tuple(dict.fromkeys(notes)),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
 
 
 def build_calibration_report(

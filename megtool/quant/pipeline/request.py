@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from megtool.checkpoint.store_check import (
 )
 from megtool.checkpoint.store_publish import staging_prefix
 from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.config import LayoutOptions
 from megtool.errors import DestinationError, MegtoolError, UsageError
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
@@ -62,7 +63,8 @@ class CalibrationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOutputOptions:
-    """How the result is written, measured and shown; see `quantize`."""
+    """How the result is written, measured and shown; see `quantize`. `layout` is that of the
+    checkpoint that is written, with `to` torch_dist."""
 
     memory_bytes: int
     max_shard_bytes: int | None
@@ -71,6 +73,8 @@ class QuantizeOutputOptions:
     evaluate: str | None
     evaluate_tokens: int
     page: Path | None
+    to: str = "hf"
+    layout: LayoutOptions = field(default_factory=LayoutOptions)
 
 
 @dataclass(kw_only=True)

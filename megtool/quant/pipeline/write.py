@@ -1,7 +1,8 @@
 """Writes a Hugging Face folder in which quantized weights are codes and scales.
 
 Unquantized tensors are copied as in a reshard. Codes and scales are computed tile by tile by feeds
-of the same plan: one stage, one journal, one rename.
+of the same plan: one stage, one journal, one rename. With `torch_dist` as format the plan is that
+of a Megatron checkpoint with ModelOpt's quantizers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megtool.checkpoint.plan import PlanSource, ReshardPlan
 from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.workers.record import WorkerStatus
+from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
 from megtool.errors import MegtoolError
 from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks, with_quantization
@@ -61,6 +63,8 @@ from megtool.reshard.staged_write import write_staged, written_files
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.written_digests import count_digested
 from megtool.tensors.sharded import GlobalTensor
+
+_NO_LAYOUT = LayoutOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,8 @@ def write(
     before_commit: Callable[[Path], None] | None = None,
     progress: Progress = silent,
 ) -> WriteReport:
-    """Write a quantized Hugging Face folder in ModelOpt's layout.
+    """Write a quantized Hugging Face folder in ModelOpt's layout, or a Megatron checkpoint with
+    ModelOpt's quantizers if `options.to` is `torch_dist`.
 
     The write is atomic, and an interrupted one resumes with the same bytes. The bytes do not depend
     on the format and layout of the source, whose files are only read. If a format needs the amax of
@@ -136,7 +141,7 @@ def write(
         source: the checkpoint.
         decisions: the format of each module.
         qparams: the quantization parameters.
-        options: destination and size of shards.
+        options: format, layout, destination and size of shards.
         execution: threads, memory and digests; `dry_run` returns the report of the plan and reads
             no weights.
         files: the file system.
@@ -152,12 +157,17 @@ def write(
     """
     began = time.monotonic()
     system = files or Files()
-    target = make_quantized_target(source, decisions, options)
+    planned = None
+    target = make_quantized_target(source, decisions, replace(options, to="hf", layout=_NO_LAYOUT))
     modules = list_stored_modules(
         source, decisions, collect_weight_qparams(decisions, qparams), target
     )
     for stored in modules:
         list_tensor_specs(stored)
+    if options.to == "torch_dist":
+        from megtool.quant.pipeline.megatron_target import plan_megatron, plan_megatron_target
+
+        planned = plan_megatron_target(source, decisions, qparams, options)
     stage_of = partial(
         execution.make_stage,
         options.destination,
@@ -171,7 +181,11 @@ def write(
         find_shared_amaxes(source, modules, system, threads=execution.threads, progress=progress)
     shard_bytes = options.max_shard_bytes or DEFAULT_SHARD_BYTES
     options_key = repr((__version__, execution.digest.value))
-    plan = _plan(source, decisions, qparams, modules, target, shard_bytes, options_key)
+    if planned is None:
+        plan = _plan(source, decisions, qparams, modules, target, shard_bytes, options_key)
+    else:
+        target = planned.target
+        plan = plan_megatron(source, qparams, planned, modules, options_key)
     report = WriteReport(
         num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=source.catalogue.num_bytes,
