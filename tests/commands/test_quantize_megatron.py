@@ -33,7 +33,16 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-CALIBRATED = ("fp8_kv_fp8", "int8_sq", "int4_awq", "w4a8_awq", "nvfp4_awq", "nvfp4", "int4_gptq")
+CALIBRATED = (
+    "fp8_kv_fp8",
+    "nvfp4_gptq",
+    "int8_sq",
+    "int4_awq",
+    "w4a8_awq",
+    "nvfp4_awq",
+    "nvfp4",
+    "int4_gptq",
+)
 BY_WEIGHTS = (
     "fp8_block128",
     "fp8_per_channel",
