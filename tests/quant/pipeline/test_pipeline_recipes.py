@@ -103,7 +103,7 @@ def check(source: Path, out: Path, recipe: str, engines: list[str], target: str 
 def test_recipes_that_engines_load_give_what_they_load(family: str, tmp_path: Path) -> None:
     source = family_models.save(family, tmp_path / "source")
     clean, refused = [], {}
-    for recipe in recipe_names():
+    for recipe in sorted({*recipe_names()} - {"nvfp4_from_mxfp4"}):  # it needs an MXFP4 source
         engines = engines_of(source, recipe)
         apart = [([e], e) for e in engines] if recipe in BY_ENGINE else [(engines, None)]
         for group, target in apart:
