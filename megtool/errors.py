@@ -236,6 +236,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "ranges-ignored": "a server does not send ranges of an object",
     },
     CalibrationError: {
+        "inexact-cast": "values of weights are none of the other number format",
         "nan-activations": "activations are NaN or Inf",
         "missing-statistics": "statistics that the recipe needs are missing",
         "foreign-calibration": "a calibration is of another model, recipe or setting",
@@ -245,6 +246,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "foreign-run": "DST or `--load` belongs to another run or model",
     },
     MappingError: {
+        "modelopt-quantizers": "what ModelOpt's quantizers hold would be lost",
         "missing-tensors": "tensors of the model are missing",
         "no-model-config": "the checkpoint does not say which model it is",
         "unsupported-model": "a setting of the model is not supported",

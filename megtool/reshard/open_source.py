@@ -183,7 +183,7 @@ def _without_quantizers(catalogue: Catalogue, for_format: str | None) -> Catalog
             tensor=smoothed[0],
             hint="`megtool export SRC DST --to unified` keeps the scales; ModelOpt restores them "
             "in Megatron",
-            error_id="unsupported-quantization",
+            error_id="modelopt-quantizers",
         )
     if for_format not in (None, "hf", "safetensors"):
         raise MappingError(
@@ -192,7 +192,7 @@ def _without_quantizers(catalogue: Catalogue, for_format: str | None) -> Catalog
             tensor=buffers[0],
             hint="Megatron loads torch_dist at any layout as it is; `megtool quantize --to "
             "torch_dist --dst-tp N` writes another, and --to hf the plain weights",
-            error_id="unsupported-quantization",
+            error_id="modelopt-quantizers",
         )
     _LOG.warning(
         "the %d buffers of ModelOpt's quantizers are left out: weights are read as they are, not "

@@ -83,7 +83,7 @@ def test_layers_are_scored_as_by_transformers_states(folder: Path, tmp_path: Pat
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(
             lambda _, inputs, out, n=number: states.setdefault(n, []).append(
-                1 - torch.cosine_similarity(inputs[0], out, dim=-1)
+                1 - torch.cosine_similarity(inputs[0], out, dim=-1).detach()
             )
         )
     texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()]
