@@ -117,7 +117,8 @@ def _value_projections(context: LintContext) -> Iterator[str]:
     for module in context.linears:
         numbers = [int(p) for p in module.name.split(".") if p.isdecimal()]
         is_mtp = type(num_layers) is int and any(n >= num_layers for n in numbers[:1])
-        if module.last == "v_proj" and not is_mtp and "mtp" not in module.name.split("."):
+        is_mtp |= any(p == "mtp" or p.startswith("mtp_") for p in module.name.split("."))
+        if module.last == "v_proj" and not is_mtp:
             yield module.name
 
 
