@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,17 +29,8 @@ class LayerInfluence:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure passes."""
-        hooks = [
-            self._decoder.decoder.layers[str(number)].register_forward_hook(
-                partial(self._add, number)
-            )
-            for number in self._decoder.stage.layers
-        ]
-        try:
+        with self._decoder.decoder.hooked(self._decoder.stage.layers, self._add):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _add(
         self, number: int, _layer: nn.Module, inputs: tuple[Tensor, ForwardContext], out_TH: Tensor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, cast
@@ -123,6 +124,22 @@ class Block(HyperHead):
     def norm(self) -> NormLayer | None:
         """The norm after the last layer, where this stage has it."""
         return cast("NormLayer | None", getattr(self, self.norm_name))
+
+    @contextmanager
+    def hooked(self, numbers: Iterable[int], hook: Callable[..., None]) -> Iterator[None]:
+        """Call `hook` behind layers with their number, and what a forward hook of torch is given.
+
+        A layer that is computed again for the backward pass does not call it a second time.
+        """
+        handles = [
+            self.layers[str(number)].register_forward_hook(partial(hook, number))
+            for number in numbers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class Decoder(nn.Module):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -114,16 +113,10 @@ class LayerStates:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep the states of passes."""
-        layers = self._decoder.decoder.layers
-        hooks = [
-            layers[str(number)].register_forward_hook(partial(self._keep, number))
-            for number in self._numbers
-        ]
         try:
-            yield
+            with self._decoder.decoder.hooked(self._numbers, self._keep):
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
             self._states.clear()
 
     def _keep(self, number: int, _layer: nn.Module, _inputs: object, x_TH: Tensor) -> None:
