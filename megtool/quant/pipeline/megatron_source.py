@@ -7,7 +7,7 @@ their quantizers (see `megatron_target`, and `modelopt_state.quantizers` for the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,11 @@ def _read_states(catalogue: Catalogue) -> dict[str, dict[str, Any]]:
     return out
 
 
+def _has_quantizer(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether one of a module's quantizers rounds."""
+    return any("_num_bits" in state and not state.get("_disabled") for state in states)
+
+
 class _Reader:
     """Reads the quantizers of one checkpoint."""
 
@@ -199,8 +204,7 @@ class _Reader:
         for m in modules:
             if m.kind == "kv_cache":
                 unused -= self._read_cache(m, plain)
-        unused = {n for n in unused if any("_num_bits" in s and not s.get("_disabled")
-                                           for s in self._states[n][STATES].values())}  # fmt: skip
+        unused = {n for n in unused if _has_quantizer(self._states[n][STATES].values())}
         if unused:
             raise FormatError(
                 f"quantizers of {min(unused)}, which is no linear module of the model that is "
