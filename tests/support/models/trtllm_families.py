@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.models.gguf_models import YARN
 from tests.support.models.tiny_model import tiny_model
 
 Weights = Mapping[str, Tensor]
@@ -30,16 +31,6 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
     "tie_word_embeddings": False,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
 }
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,

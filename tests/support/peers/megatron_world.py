@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def expected(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 
 
 def main() -> None:
+    start(work)
+
+
+def start(work: Callable[..., None]) -> None:
+    """Run `work` as all ranks, by the action, the folder and the options of the command line."""
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

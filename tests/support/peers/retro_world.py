@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,6 @@ from typing import Any
 
 import megatron_world as world
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 LAYERS, ENCODER_LAYERS = 9, 2  # layers 6 and 9 attend to neighbours; layer 6 has the encoder
 ARGS = {
@@ -97,15 +93,7 @@ def save_ranks(rank: int, folder: str, chunks: list[Any], options: dict[str, Any
 
 
 def main() -> None:
-    action, folder = sys.argv[1:3]
-    options = json.loads(sys.argv[3])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        work,
-        (action, folder, store.port, options),
-        nprocs=options.get("world", 2),
-        start_method="fork",
-    )
+    world.start(work)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import megatron_world as world
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ARGS = {
     "num_attention_heads": world.HEADS,
@@ -78,15 +74,7 @@ def build(layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
 
 
 def main() -> None:
-    action, folder = sys.argv[1:3]
-    options = json.loads(sys.argv[3])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        work,
-        (action, folder, store.port, options),
-        nprocs=options.get("world", 2),
-        start_method="fork",
-    )
+    world.start(work)
 
 
 if __name__ == "__main__":
