@@ -178,7 +178,8 @@ class Sidecar:
     `tensors` are by `canonical` names of a family or by `stored` names. `stored_tensors` are the
     raw bytes of further tensors, by stored name: computed ones, and those of formats that are not
     read back by canonical names. `files` are by path relative to the folder of the sidecar, which
-    is not among them: it has a digest of itself.
+    is not among them: it has a digest of itself. `pruning` is the record of what was left out of a
+    larger model (see `reshard.width_subset`), as plain data.
     """
 
     names: Literal["canonical", "stored"]
@@ -187,6 +188,7 @@ class Sidecar:
     family: str | None = None
     stored_tensors: Mapping[str, StoredDigest] = field(default_factory=dict)
     files: Mapping[str, FileDigest] = field(default_factory=dict)
+    pruning: Mapping[str, Any] | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -222,6 +224,8 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
             for name, entry in entries.items()
         )
         text += f',\n"{key}": {{\n{lines}\n}}'
+    if sidecar.pruning is not None:
+        text += f',\n"pruning": {json.dumps(sidecar.pruning, separators=(",", ":"))}'
     data = text.encode()
     return data + b',\n"crc32c": "%08x"}\n' % crc32c(data)
 
@@ -301,7 +305,13 @@ def _sidecar(value: Any) -> Sidecar:
         raise FormatError(
             f"the digests are damaged: family {family!r}, {kinds}", error_id="damaged-digests"
         )
+    pruning = value.get("pruning")
+    if pruning is not None and not isinstance(pruning, dict):
+        raise FormatError(
+            f"the digests are damaged: pruning is {pruning!r:.80}", error_id="damaged-digests"
+        )
     return Sidecar(
+        pruning=pruning,
         names=cast(Literal["canonical", "stored"], names),
         family=family,
         tool=tool,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megtool.checkpoint.destination_check import check_file
+from megtool.checkpoint.storage.files import Files
 from megtool.commands.evaluate_labels import evaluate_labels
 from megtool.commands.evaluate_report import (
     Divergence,
@@ -19,6 +21,7 @@ from megtool.commands.evaluate_report import (
 )
 from megtool.commands.options.models import EvaluateOptions
 from megtool.console import Progress, silent
+from megtool.convert.pruning_scores import PruningScores, encode_scores, model_sizes
 from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
 from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
@@ -36,8 +39,11 @@ from megtool.reshard.source import CheckpointSource
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
+    from megtool.inference.channel_importance import ChannelImportance
     from megtool.inference.compare import Comparison
+    from megtool.inference.evaluate import Score
     from megtool.inference.forward import Forward
+    from megtool.inference.layer_influence import LayerInfluence
     from megtool.inference.windows import TokenDocument
     from megtool.parallel.process_groups import ProcessGroups
 
@@ -59,7 +65,8 @@ def evaluate(
     encoder and a decoder (T5) a prompt is the source of its completion, both in one piece, and of
     plain texts spans are left out (15 of 100 tokens), of parts whose source has `window` tokens.
     `against` is a second model, in any format, that is run on the same windows and compared token
-    by token. `layer_scores` measures how much each layer changes the states of tokens.
+    by token. `layer_scores` measures how much each layer changes the states of tokens, and
+    `pruning_scores` is a file for the scores of all parts that `reshard` can leave out.
 
     A model that scores labels is evaluated on records of texts with a `label`, or, if it has one
     label, of a number, or of a `chosen` and a `rejected` answer; `predictions` is a file for the
@@ -111,6 +118,13 @@ def evaluate(
             "--layer-scores of a model with an encoder and a decoder",
             hint="it is for models of one stack of layers, which `reshard --layers` makes shorter",
         )
+    if options.pruning_scores is not None:
+        if has_source:
+            raise UsageError(
+                "--pruning-scores of a model with an encoder and a decoder",
+                hint="it is for models of one stack of layers",
+            )
+        check_file(options.pruning_scores)
     if source.config.bidirectional:
         texts = mask_documents(texts, tokenizer, source.config.vocab_size)
     if has_source:
@@ -184,6 +198,7 @@ class _Evaluation:
 
     def run(self, progress: Progress) -> EvaluateReport:
         """Load the models, score them, and report."""
+        from megtool.inference.channel_importance import ChannelImportance
         from megtool.inference.compare import compare
         from megtool.inference.evaluate import Score, check_documents
         from megtool.inference.evaluate import evaluate as score_texts
@@ -200,25 +215,35 @@ class _Evaluation:
                 reference, _ = self._load(self.reference, groups, progress)
             loaded = time.monotonic()
             score, comparison = Score(), None
-            influence = LayerInfluence(forward.decoder) if options.layer_scores else None
-            measured = nullcontext() if influence is None else influence.measured()
+            is_scored = options.pruning_scores is not None
+            influence = importance = None
+            if options.layer_scores or is_scored:
+                influence = LayerInfluence(forward.decoder)
+            if is_scored:
+                importance = ChannelImportance(forward.decoder)
             shared: dict[str, Any] = {
                 "window": sizes.window,
                 "stride": sizes.stride,
                 "batch_size": sizes.batch_size,
                 "graphed": groups.device.type == "cuda"
-                and not (options.stream_layers or options.layer_scores),
+                and not (options.stream_layers or influence),
                 "counted": lambda n: progress("evaluate", n, total),
             }
             if has_data:
                 progress("evaluate", 0, total)
-                with measured:
+                with ExitStack() as measured:
+                    if influence is not None:
+                        measured.enter_context(influence.measured())
+                    if importance is not None:
+                        measured.enter_context(importance.measured())
                     if reference is None:
                         score = score_texts(forward, texts, **shared)
                     else:
                         comparison = compare(forward, reference, texts, **shared)
                         score = comparison.ours
             end = time.monotonic()
+            if influence is not None and importance is not None:
+                self._write_scores(influence, importance, score, groups.rank)
             tasks: dict[str, dict[str, Any]] = {}
             if options.tasks is not None:
                 from megtool.inference.lm_eval import run_tasks
@@ -255,9 +280,35 @@ class _Evaluation:
                 seconds=end - loaded,
                 against=divergence,
                 tasks=tasks,
-                layer_scores=() if influence is None else influence.scores(),
+                layer_scores=influence.scores() if influence and options.layer_scores else (),
+                pruning_scores=None
+                if options.pruning_scores is None
+                else str(options.pruning_scores),
                 is_shown=groups.rank != 0,
             )
+
+    def _write_scores(
+        self, influence: LayerInfluence, importance: ChannelImportance, score: Score, rank: int
+    ) -> None:
+        """Write the scores of the model's parts; the file appears when it is complete."""
+        scores = PruningScores(
+            sizes=model_sizes(self.source.config),
+            layers=influence.scores(),
+            hidden=importance.hidden(),
+            ffn=importance.ffn(),
+            heads=importance.heads(),
+            experts=importance.experts(),
+            about={
+                "source": str(self.source.path),
+                "data": self.options.data,
+                "tokens": score.num_tokens,
+                "window": self.sizes.window,
+                "stride": self.sizes.stride,
+            },
+        )
+        path = self.options.pruning_scores
+        if rank == 0 and path is not None:
+            Files().replace_file(path, encode_scores(scores), f"{path.name}.part")
 
 
 def _open_reference(

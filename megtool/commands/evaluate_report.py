@@ -78,6 +78,7 @@ class EvaluateReport(Report):
     against: Divergence | None = None
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     layer_scores: tuple[float, ...] = ()
+    pruning_scores: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -104,6 +105,8 @@ class EvaluateReport(Report):
             yield "accuracy", f"{self.accuracy:.2%} of tokens were the likeliest"
             speed = f"{self.tokens_per_second:.1f} tokens/s"
             yield "speed", f"{speed}, {self.dtype} on {self.device}"
+        if self.pruning_scores is not None:
+            yield "scores", self.pruning_scores
 
     def sections(self) -> Iterator[Section]:
         """How far the other model is, and what lm-eval measured."""

@@ -12,9 +12,10 @@ from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
-from megtool.commands.options.reshard import ReshardFacts, ReshardOptions
+from megtool.commands.options.reshard import PRUNED_SIZES, ReshardFacts, ReshardOptions
 from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
+from megtool.convert.pruning_scores import PrunedSizes
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, UsageError
@@ -28,6 +29,7 @@ from megtool.reshard.run import reshard_checkpoint
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.source_options import SelectionOptions
 from megtool.reshard.target import MEGATRON, choose_format
+from megtool.reshard.width_subset import PruningOptions
 from megtool.reshard.writers.target_spec import TargetOptions
 
 
@@ -42,9 +44,10 @@ def reshard(
 
     Optimizer state in buckets is decoded, and checked against its master weights. Several
     checkpoints are averaged in float32 and rounded once, without optimizer state. FP8's delayed
-    scaling state is merged over ranks. `check` is called with the plan before anything is staged;
-    what it raises is raised. An interrupted run resumes when it is called again with the same
-    options.
+    scaling state is merged over ranks. Sizes, such as `hidden_size`, leave out the parts of the
+    model with the lowest of the `pruning_scores`. `check` is called with the plan before anything
+    is staged; what it raises is raised. An interrupted run resumes when it is called again with the
+    same options.
 
     Raises:
         UsageError: an option has no effect here, or no such value.
@@ -60,7 +63,11 @@ def reshard(
             select=options.select,
             exclude=options.exclude,
             optimizer_only=options.optimizer_only,
-            layers=options.layers,
+            pruning=PruningOptions(
+                sizes=PrunedSizes(**{n: getattr(options, n) for n in PRUNED_SIZES}),
+                file=options.pruning_scores,
+                layers=options.layers,
+            ),
             average=options.average,
             weights=options.average_weights,
         ),

@@ -43,6 +43,7 @@ from megtool.errors import CheckpointError, MappingError
 from megtool.options.effects import check_effects
 from megtool.reshard.align import open_aligned, open_for_digests
 from megtool.reshard.source import CheckpointSource
+from megtool.reshard.width_subset import as_pruned
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -58,6 +59,7 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     Of one, it is also checked that it is complete. Two may have any formats and layouts; the
     digests of both are checked. Elements are compared bit by bit, and dtypes have to agree; with
     `atol` or `rtol` they are compared as numbers of any dtype: `|a - b| <= atol + rtol * |b|`.
+    If one was pruned from the other, that one's parts that its record lists are compared.
     Padding is left out, and so is optimizer state that the other format has no place for.
     `iteration` applies to whichever of the two is a save folder. Memory is bounded by a few
     buffers per thread.
@@ -88,6 +90,9 @@ def _verify(options: VerifyOptions, progress: Progress, scan: SharedScan | None)
     is_last = scan is None or not scan.is_partial  # does what is not shared out
     sources = _open_sources(options)
     findings = _Findings()
+    if b is not None:
+        *sources, text = as_pruned(sources[0], sources[1])
+        findings.notes += [] if text is None else [text]
     quantized: QuantizedPair | None = None
     digests = [DigestIndex(o) for o in sources]
     file_checks = [FileCheck(o, is_alone=b is None) for o in sources]

@@ -11,6 +11,7 @@ from typing import Any
 from megtool.convert.config_keys import skip_flags
 from megtool.convert.families import Family
 from megtool.convert.hybrid import kinds_of
+from megtool.convert.moe_config_keys import EitherKey
 from megtool.convert.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError
 from megtool.model_config import MOST_LAYERS, ModelConfig
@@ -197,7 +198,9 @@ def edited_config(
         setting.write(old, before)
         setting.write(new, after)
         if before != after or setting.counts_layers:
-            out = {k: v for k, v in out.items() if k not in before} | after
+            other_keys = setting.keys if isinstance(setting, EitherKey) else ()
+            replaced = {*before, *other_keys}
+            out = {k: v for k, v in out.items() if k not in replaced} | after
     config = family.read_config(out)
     for name, a, b in (
         ("num_layers", config.num_layers, new.num_layers),

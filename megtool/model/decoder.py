@@ -126,14 +126,20 @@ class Block(HyperHead):
         return cast("NormLayer | None", getattr(self, self.norm_name))
 
     @contextmanager
-    def hooked(self, numbers: Iterable[int], hook: Callable[..., None]) -> Iterator[None]:
-        """Call `hook` behind layers with their number, and what a forward hook of torch is given.
+    def hooked(
+        self, numbers: Iterable[int], hook: Callable[..., None], *, before: bool = False
+    ) -> Iterator[None]:
+        """Call `hook` behind layers (or `before` them) with their number, and what a forward hook
+        (a forward pre-hook) of torch is given.
 
         A layer that is computed again for the backward pass does not call it a second time.
         """
+        layers = [(number, self.layers[str(number)]) for number in numbers]
         handles = [
-            self.layers[str(number)].register_forward_hook(partial(hook, number))
-            for number in numbers
+            layer.register_forward_pre_hook(partial(hook, number))
+            if before
+            else layer.register_forward_hook(partial(hook, number))
+            for number, layer in layers
         ]
         try:
             yield

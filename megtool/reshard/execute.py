@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import WriteOptions, write_staged
 from megtool.reshard.target import make_target
+from megtool.reshard.width_subset import describe_kept
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.written_digests import write_digests
 from megtool.tensors.placement import Placement
@@ -40,6 +42,8 @@ from megtool.tensors.placement import Placement
 if TYPE_CHECKING:
     from megtool.reshard.constant_feed import ConstantFeed
     from megtool.reshard.readback_compare import ReadbackReport
+
+_LOG = logging.getLogger(__name__)
 
 LEAST_THREAD_BYTES = 384 << 10
 """The least memory for the buffers of one thread."""
@@ -113,7 +117,11 @@ def plan_reshard(
         MegtoolError: see `make_target` and `planner.build`.
         CoverageError: with `execution.strict`, something would be dropped.
     """
+    if average:
+        source = replace(source, pruning=None)  # a mean equals no part of another model
     target = make_target(source, options)
+    if source.pruning is not None and target.is_file:
+        _LOG.warning("a single file has no record of what was pruned: write a folder to verify it")
     others = average.others if average else ()
     dropped = list(target.dropped)
     if average and options.optimizer != NONE:
@@ -357,6 +365,7 @@ def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardRepor
         left_out=source.left_out,
         replicated=tuple(target.replicated),
         shares=_shares(job),
+        pruned=tuple(describe_kept(source.pruning)) if source.pruning else (),
         amax=target.amax,
         **facts,
     )
@@ -447,6 +456,7 @@ def _digest_tensors(
         tool=TOOL,
         family=source.family_name if source.is_canonical else None,
         tensors=tensors,
+        pruning=source.pruning,
     )
 
 

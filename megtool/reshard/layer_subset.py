@@ -14,7 +14,7 @@ from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.storage.files import read_file
 from megtool.convert.hybrid import layers_of_branches
-from megtool.convert.layer_subset import edited_config, of_layers, parse_layers, renumbered
+from megtool.convert.layer_subset import edited_config, of_layers, renumbered
 from megtool.convert.megatron_args import args_from_config
 from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
@@ -28,14 +28,13 @@ _MTP = re.compile(r"mtp\.(\d+)\.")
 _PER_LAYER = re.compile(_LIST + r"(\d+)(\..*)")
 
 
-def select_layers(source: CheckpointSource, text: str) -> CheckpointSource:
-    """The checkpoint as if it had only the layers that `text` lists (`0-15`, `0-3,8`).
+def keep_layers(source: CheckpointSource, layers: Sequence[int]) -> CheckpointSource:
+    """The checkpoint as if it had only these layers, in their order.
 
     Weights, optimizer state, objects of single layers and the number of layers in all metadata are
     adjusted; a layer that is listed twice is written twice. Only small files are read.
 
     Raises:
-        UsageError: there are no such layers.
         MappingError: the model is not known, or cannot be described without the other layers.
     """
     model = source.model
@@ -46,7 +45,6 @@ def select_layers(source: CheckpointSource, text: str) -> CheckpointSource:
             hint="--family NAME and --like HF_FOLDER supply them",
             error_id="no-model-config",
         )
-    layers = parse_layers(text, model.config.num_layers)
     config = of_layers(model.config, layers)
     side = source.view
     new = renumbered(side.canonical, layers)
@@ -61,14 +59,14 @@ def select_layers(source: CheckpointSource, text: str) -> CheckpointSource:
         numbers, num_layers = layers_of_branches(model.config, layers)
     catalogue.objects = _renumber_objects(source.catalogue.objects, numbers, num_layers)
     if len(layers) != model.config.num_layers or list(layers) != sorted(set(layers)):
-        _set_modelopt_aside(catalogue)
-    changed = _changed_args(model.config, config)
-    catalogue.metadata = _edit_metadata(source.catalogue, changed)
+        set_modelopt_aside(catalogue)
+    changed = changed_args(model.config, config)
+    catalogue.metadata = edit_metadata(source.catalogue, changed)
     sidecar = source.sidecar
     if sidecar is not None and sidecar.names == "canonical":
         digests = sidecar.tensors
         sidecar = replace(sidecar, tensors={n: digests[o] for n, o in new.items() if o in digests})
-    model, edited = _edit_identity(source, model, config, changed)
+    model, edited = edit_identity(source, model, model.config, config, changed)
     return replace(
         source,
         catalogue=catalogue,
@@ -106,10 +104,10 @@ def without_excluded_mtp(source: CheckpointSource) -> CheckpointSource:
         return source
     model = replace(model, config=replace(model.config, num_mtp_layers=counted))
     config = replace(model.config, num_mtp_layers=count)
-    changed = _changed_args(model.config, config)
+    changed = changed_args(model.config, config)
     catalogue = source.catalogue.select(lambda name: True)
-    catalogue.metadata = _edit_metadata(source.catalogue, changed)
-    model, edited = _edit_identity(source, model, config, changed)
+    catalogue.metadata = edit_metadata(source.catalogue, changed)
+    model, edited = edit_identity(source, model, model.config, config, changed)
     bound = side.config and replace(side.config, num_mtp_layers=count)
     return replace(
         source,
@@ -120,7 +118,7 @@ def without_excluded_mtp(source: CheckpointSource) -> CheckpointSource:
     )
 
 
-def _set_modelopt_aside(catalogue: Catalogue) -> None:
+def set_modelopt_aside(catalogue: Catalogue) -> None:
     """Leave ModelOpt's own checkpoint out: it numbers all layers, and is not parsed."""
     names = [n for n in catalogue.auxiliary_files if n.startswith(f"{MODELOPT_FOLDER}/")]
     reason = "ModelOpt's state of all layers"
@@ -133,29 +131,38 @@ def _set_modelopt_aside(catalogue: Catalogue) -> None:
     }
 
 
-def _edit_identity(
-    source: CheckpointSource, model: ModelIdentity, config: ModelConfig, changed: dict[str, Any]
+def edit_identity(
+    source: CheckpointSource,
+    model: ModelIdentity,
+    old: ModelConfig,
+    config: ModelConfig,
+    changed: dict[str, Any],
+    hf_config: dict[str, Any] | None = None,
 ) -> tuple[ModelIdentity, dict[str, bytes]]:
-    """The model with its new configuration, and the edited small files."""
+    """The model with its new configuration instead of `old`, and the edited small files.
+
+    `hf_config` is the new config.json, where that is known.
+    """
     edited = dict(source.edited)
-    hf_config = model.hf_config
-    if hf_config is not None and model.family is not None:
-        hf_config = edited_config(hf_config, model.family, model.config, config)
+    if model.hf_config is not None and model.family is not None:
+        if hf_config is None:
+            hf_config = edited_config(model.hf_config, model.family, old, config)
         text = json.dumps(hf_config, indent=2, ensure_ascii=False) + "\n"
         edited["config.json"] = text.encode()
     bridge = source.catalogue.auxiliary_files.get(BRIDGE_FILE)
     if bridge is not None:
-        edited[BRIDGE_FILE] = edit_model(read_file(bridge), changed)
+        before = edited.get(BRIDGE_FILE) or read_file(bridge)
+        edited[BRIDGE_FILE] = edit_model(before, changed)
     return replace(model, config=config, hf_config=hf_config), edited
 
 
-def _changed_args(old: ModelConfig, new: ModelConfig) -> dict[str, Any]:
+def changed_args(old: ModelConfig, new: ModelConfig) -> dict[str, Any]:
     """The args that differ between two configurations."""
     before, after = args_from_config(old), args_from_config(new)
     return {name: value for name, value in after.items() if before.get(name) != value}
 
 
-def _edit_metadata(catalogue: Catalogue, changed: dict[str, Any]) -> dict[str, Any]:
+def edit_metadata(catalogue: Catalogue, changed: dict[str, Any]) -> dict[str, Any]:
     """The metadata of a catalogue with changed args, if it has args."""
     metadata = dict(catalogue.metadata)
     if isinstance(args := metadata.get("args"), dict):

@@ -162,6 +162,7 @@ def open_source(
         like=options.like,
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
+        pruning=sidecar.pruning if sidecar else None,
     )
 
 

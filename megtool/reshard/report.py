@@ -28,7 +28,8 @@ class ReshardReport(Report):
     """The result of a reshard, or with `dry_run` its plan.
 
     `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
-    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `replicated`
+    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `pruned` says
+    which parts of a larger model it has, `replicated`
     the tensors that are whole in every rank's files because --replicate says so.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none; `digested_files` are the files that have one. `peak_rss_bytes` is the
@@ -53,6 +54,7 @@ class ReshardReport(Report):
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
+    pruned: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     amax: AmaxReport | None = None
     seconds: float = 0.0
@@ -111,6 +113,7 @@ class ReshardReport(Report):
         yield "family", self.family or "unknown: tensors keep their names"
         for path, share in self.shares:
             yield "average", f"{share:.6g} of {path}"
+        yield from (("pruned", text) for text in self.pruned)
         if self.target_format in RANK_SHARDED_FORMATS:
             yield "layout", self._format_layout()
         if not self.dry_run:

@@ -53,7 +53,8 @@ class CheckpointSource:
     `left_out` counts the stored tensors that were not selected; `optimizer_bytes` is the size of
     optimizer state that was not asked for. `edited` maps small files to contents that replace those
     on disk. `repeats` maps canonical tensors that the model has twice, and the checkpoint once, to
-    the name under which they are read.
+    the name under which they are read. `pruning` records what was left out of the
+    whole model (see `width_subset`).
     """
 
     path: Path
@@ -67,6 +68,7 @@ class CheckpointSource:
     optimizer_bytes: int = 0
     edited: Mapping[str, bytes] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
+    pruning: Mapping[str, Any] | None = None
 
     @property
     def is_canonical(self) -> bool:

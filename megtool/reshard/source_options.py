@@ -11,10 +11,11 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
 from megtool.options.groups import SourceOptions
 from megtool.reshard.average import Average, check_same_model, parse_shares
-from megtool.reshard.layer_subset import select_layers, without_excluded_mtp
+from megtool.reshard.layer_subset import without_excluded_mtp
 from megtool.reshard.megatron.optimizer import NONE
 from megtool.reshard.open_source import NameFilter, TensorFilter, name_filter, open_source
 from megtool.reshard.source import CheckpointSource, ModelIdentity
+from megtool.reshard.width_subset import PRUNE_NOTHING, PruningOptions
 from megtool.reshard.writers.target_spec import TargetOptions
 
 
@@ -22,7 +23,7 @@ from megtool.reshard.writers.target_spec import TargetOptions
 class SelectionOptions(SourceOptions):
     """The checkpoints that a reshard reads, and which of their tensors.
 
-    `select` and `exclude` are globs on stored names, `layers` a list of layers such as `0-15`.
+    `select` and `exclude` are globs on stored names, and `pruning` says which parts of the model.
     `optimizer_only` reads nothing but optimizer state. `average` lists checkpoints that are
     averaged with the source, without optimizer state; `weights` are the shares of the mean, the
     source's first.
@@ -31,7 +32,7 @@ class SelectionOptions(SourceOptions):
     select: Sequence[str] = ()
     exclude: Sequence[str] = ()
     optimizer_only: bool = False
-    layers: str | None = None
+    pruning: PruningOptions = PRUNE_NOTHING
     average: Sequence[Path] = ()
     weights: str | None = None
 
@@ -40,7 +41,7 @@ class SelectionOptions(SourceOptions):
 
         Raises:
             UsageError: options that exclude each other.
-            MegtoolError: see `open_source` and `select_layers`.
+            MegtoolError: see `open_source` and `PruningOptions.apply`.
         """
         if self.optimizer_only and (self.average or target.optimizer == NONE):
             why = "optimizer state is not averaged" if self.average else "nothing is left to write"
@@ -91,14 +92,14 @@ class SelectionOptions(SourceOptions):
             path,
             options,
             tensors=TensorFilter(select=select),
-            fallback=fallback if self.layers is None else None,
+            fallback=None if self.pruning.is_given else fallback,
             optimizer=target.optimizer != NONE and not self.average,
             prove_all=target.prove_all,
             for_format=target.to or "dcp",
         )
         if select is not None:
             source = without_excluded_mtp(source)
-        return source if self.layers is None else select_layers(source, self.layers)
+        return self.pruning.apply(source)
 
     def _tensor_filter(self) -> NameFilter | None:
         """Which stored tensors of the source are read, None for all."""

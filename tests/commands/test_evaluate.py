@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megtool import evaluate, reshard, tokenize
+from megtool import evaluate, reshard, tokenize, verify
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
@@ -103,6 +103,101 @@ def test_layers_are_scored_as_by_transformers_states(folder: Path, tmp_path: Pat
     assert not score(deep, data).layer_scores
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_parts_are_scored_as_by_modelopt_on_transformers(name: str, tmp_path: Path) -> None:
+    """ModelOpt's hook of Minitron's formula, on the modules of transformers' model."""
+    hooks = pytest.importorskip("modelopt.torch.prune.importance_hooks")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "hf"
+    if name == "llama":
+        tiny_text.save(folder, num_hidden_layers=3)
+    else:
+        text_model_of_experts(folder)
+    lines = [*TEXT.splitlines(), TEXT[:20], "A window of another length."]
+    data = tmp_path / "lines.jsonl"
+    data.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def watch(module: torch.nn.Module) -> torch.nn.Module:
+        hook = hooks.L2NormHook()
+        module.register_forward_hook(  # it takes the sequence first, as Megatron has it
+            lambda m, args, out: hook(m, (args[0].transpose(0, 1),), out)
+        )
+        return hook
+
+    ffn, heads, norms, norms_of_experts = {}, {}, [], dict[int, dict[int, list[float]]]()
+    for number, layer in enumerate(model.model.layers):
+        heads[number] = watch(layer.self_attn.o_proj)
+        norms.append(watch(layer.self_attn.q_proj))
+        if hasattr(layer.mlp, "experts"):
+            norms.append(watch(layer.mlp))
+            of: dict[int, list[float]] = norms_of_experts.setdefault(number, {})
+
+            def add(m: Any, args: Any, _: Any, of: dict[int, list[float]] = of) -> None:
+                x_TH, chosen_TK, shares_TK = args
+                for token, row in enumerate(chosen_TK.tolist()):
+                    for k, e in enumerate(row):
+                        gate, up = (m.gate_up_proj[e] @ x_TH[token]).chunk(2)
+                        y = m.down_proj[e] @ (torch.nn.functional.silu(gate) * up)
+                        of.setdefault(e, []).append(float((y * shares_TK[token, k]).norm()))
+
+            layer.mlp.experts.register_forward_hook(add)
+        else:
+            ffn[number] = watch(layer.mlp.down_proj)
+            norms.append(watch(layer.mlp.gate_proj))
+    with torch.no_grad():
+        for line in lines:
+            model(tokenizer(line, return_tensors="pt", add_special_tokens=False).input_ids[:, :-1])
+    for options in ({}, {"stream_layers": True}, {"batch_size": 2}):
+        report = score(folder, data, pruning_scores=tmp_path / "scores.json", **options)
+        assert report.pruning_scores == str(tmp_path / "scores.json")
+        found = json.loads((tmp_path / "scores.json").read_text())
+        for number, hook in ffn.items():
+            assert found["ffn"][str(number)] == pytest.approx(hook.accumulate().tolist(), rel=2e-5)
+        for number, hook in heads.items():
+            wanted = hook.accumulate().view(4, -1).norm(dim=1)
+            assert found["heads"][str(number)] == pytest.approx(wanted.tolist(), rel=2e-5)
+        wanted = torch.stack([hook.accumulate() for hook in norms]).sum(0)
+        assert found["hidden"] == pytest.approx(wanted.tolist(), rel=2e-5)
+        assert found["experts"].keys() == {str(n) for n in norms_of_experts}
+        for number, of in norms_of_experts.items():
+            means = [sum(of[e]) / len(of[e]) if e in of else 0.0 for e in range(6)]
+            assert found["experts"][str(number)] == pytest.approx(means, rel=2e-5)
+    small = tmp_path / "small"
+    reshard(folder, small, pruning_scores=tmp_path / "scores.json", hidden_size=24)
+    assert verify(folder, small).verdict == "equal"
+
+
+def text_model_of_experts(folder: Path) -> None:
+    """A Qwen3 of experts, whose first layer is dense, that reads and writes text."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        vocab_size=tiny_text.VOCABULARY,
+        initializer_range=0.3,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tiny_text.save_tokenizer(folder)
+
+
 def test_of_a_chat_the_assistant_counts(folder: Path) -> None:
     chats = folder.parent / "chats.jsonl"
     assert 0 < score(folder, chats).tokens < score(folder, chats, all_turns=True).tokens
@@ -182,6 +277,23 @@ def test_several_processes_have_the_same_score(folder: Path, axis: str) -> None:
     assert found["loss"] == pytest.approx(alone.loss, rel=1e-6)
     assert found["against"]["kl_mean"] == pytest.approx(alone.against.kl_mean, rel=1e-3)
     assert found["layer_scores"] == pytest.approx(alone.layer_scores, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["--tp", "--pp", "--cp"])
+def test_several_processes_score_parts_alike(folder: Path, tmp_path: Path, axis: str) -> None:
+    text = folder.parent / "lines.jsonl"
+    line = ["evaluate", str(folder), "--data", str(text), axis, "2", "--device", "cpu", "-q"]
+    done = torchrun(2, *line, "--pruning-scores", str(tmp_path / "two.json"))
+    assert done.returncode == 0, done.stderr
+    score(folder, text, pruning_scores=tmp_path / "one.json")
+    one, two = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("one", "two"))
+    for key in ("layers", "hidden"):
+        assert two[key] == pytest.approx(one[key], rel=1e-4)
+    for key in ("ffn", "heads"):
+        assert two[key].keys() == one[key].keys()
+        for layer, row in one[key].items():
+            assert two[key][layer] == pytest.approx(row, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -183,6 +183,14 @@ class EvaluateOptions(
         False,
         needs=(_NEEDS_DATA,),
     )
+    pruning_scores: Path | None = option(
+        TEXT,
+        "Measure how much layers, channels, neurons, heads and experts matter, and write their "
+        "scores here; `reshard --pruning-scores` leaves out those with the lowest.",
+        metavar="FILE",
+        needs=(_NEEDS_DATA,),
+        is_written=True,
+    )
     predictions: Path | None = option(
         TEXT,
         "Of a model that scores labels: write the best label and the scores of each text here, as "

@@ -74,6 +74,21 @@ _IS_RANK_FILES = OptionCondition(
     hint="--to megatron",
     on_facts=True,
 )
+PRUNING = "Pruning"
+PRUNED_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size"),
+    *("num_attention_heads", "num_query_groups", "num_experts"),
+)
+"""The options that say how small a pruned model is."""
+
+_NEEDS_SCORES = requires(
+    "pruning_scores", "--pruning-scores FILE says what matters least; `evaluate` writes it"
+)
+_HAS_SIZE = OptionCondition(
+    holds=lambda options, facts: any(getattr(options, n) is not None for n in PRUNED_SIZES),
+    reason="{has} no effect without a smaller size",
+    hint="--ffn-hidden-size N, for example",
+)
 _WRITES = OptionCondition(
     holds=lambda options, facts: not options.dry_run,
     reason="{has} no effect with --dry-run, which writes nothing",
@@ -112,6 +127,47 @@ class ReshardOptions(
     optimizer_only: bool = option(INPUT, "Optimizer state without the weights.", False)
     layers: str | None = option(
         INPUT, "Only these transformer layers, renumbered: 0-15, or 0-3,8.", metavar="LIST"
+    )
+    pruning_scores: Path | None = option(
+        PRUNING,
+        "Scores of the model's parts, which `evaluate --pruning-scores` wrote; those with the "
+        "lowest are left out.",
+        metavar="FILE",
+        needs=(_HAS_SIZE,),
+    )
+    num_layers: int | None = option(
+        PRUNING, "Layers that stay.", metavar="N", minimum=1, needs=(_NEEDS_SCORES,)
+    )
+    hidden_size: int | None = option(
+        PRUNING,
+        "Channels of hidden states that stay, the same in all layers.",
+        metavar="N",
+        minimum=1,
+        needs=(_NEEDS_SCORES,),
+    )
+    ffn_hidden_size: int | None = option(
+        PRUNING,
+        "Neurons of each MLP that stay; each layer has its own.",
+        metavar="N",
+        minimum=1,
+        needs=(_NEEDS_SCORES,),
+    )
+    num_attention_heads: int | None = option(
+        PRUNING,
+        "Query heads of each layer that stay, as many in each group.",
+        metavar="N",
+        minimum=1,
+        needs=(_NEEDS_SCORES,),
+    )
+    num_query_groups: int | None = option(
+        PRUNING,
+        "Groups of each layer (heads of keys and values, with their query heads) that stay.",
+        metavar="N",
+        minimum=1,
+        needs=(_NEEDS_SCORES,),
+    )
+    num_experts: int | None = option(
+        PRUNING, "Experts of each layer that stay.", metavar="N", minimum=1, needs=(_NEEDS_SCORES,)
     )
     average: tuple[Path, ...] = option(
         INPUT, "Write the mean of SRC's weights and these; repeatable.", (), metavar="OTHER"

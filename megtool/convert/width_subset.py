@@ -1,0 +1,230 @@
+"""A model of some of its channels, neurons, heads and experts: its configuration and tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
+from megtool.convert.expression import Expression, names_in
+from megtool.convert.families import Family
+from megtool.convert.layer_subset import edited_config
+from megtool.convert.pruning_scores import BY_LAYER, KeptParts
+from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
+
+_EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts\.)(\d+)(\..+)")
+_AXIS_OF = {
+    "hidden_size": "hidden",
+    "ffn_hidden_size": "ffn",
+    "num_heads": "heads",
+    "num_kv_heads": "groups",
+    "num_experts": "experts",
+}
+"""The part that each size of a model counts."""
+
+_UNCUT = "the model has parts that are not cut: "
+_HINT = "reshard the model with the sizes it has"
+
+Indices = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCut:
+    """What stays of a canonical tensor: by dimension, indices of runs of `block` elements.
+
+    `name` is the tensor's new name. `indices` has None for a dimension that stays whole.
+    """
+
+    name: str
+    indices: tuple[Indices | None, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor stays as it is."""
+        return all(kept is None for kept in self.indices)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the tensor then has."""
+        return tuple(
+            n if kept is None else len(kept) * block
+            for n, kept, block in zip(shape, self.indices, self.blocks, strict=True)
+        )
+
+
+def pruned_config(config: ModelConfig, kept: KeptParts) -> ModelConfig:
+    """The configuration of the model of these parts, with all its layers.
+
+    Raises:
+        MappingError: what the model does with such a part does not allow to leave some out.
+    """
+    _check_model(config, kept)
+    sizes: dict[str, int] = {}
+    if kept.hidden is not None:
+        sizes["hidden_size"] = len(kept.hidden)
+    for name, axis in (("ffn_hidden_size", "ffn"), ("num_heads", "heads")):
+        if (by_layer := getattr(kept, axis)) is not None:
+            sizes[name] = _one_length(by_layer, axis)
+    if kept.groups is not None:
+        sizes["num_kv_heads"] = _one_length(kept.groups, "groups")
+    if kept.experts is not None:
+        sizes["num_experts"] = _one_length(kept.experts, "experts")
+    changed: dict[str, Any] = sizes
+    return replace(config, **changed)
+
+
+def pruned_hf_config(
+    stored: Mapping[str, Any], family: Family, old: ModelConfig, new: ModelConfig
+) -> dict[str, Any]:
+    """The keys of a config.json for the model of some parts.
+
+    Raises:
+        MappingError: a family whose config.json cannot say the new model.
+    """
+    out = edited_config(stored, family, old, new)
+    config, before = family.read_config(out), family.read_config(stored)
+    for f in fields(ModelConfig):
+        if f.name == "extra":
+            continue
+        said, asked = getattr(config, f.name), getattr(new, f.name)
+        # What tensors alone say (biases) may differ from what the keys do, as it did before.
+        if said != asked and (asked != getattr(old, f.name) or said != getattr(before, f.name)):
+            raise MappingError(
+                f"a config.json of {family.name!r} with these sizes says {f.name} {said!r}, and "
+                f"it is {asked!r}",
+                hint="choose sizes that it can describe",
+                error_id="unsupported-model",
+            )
+    return out
+
+
+class WidthCuts:
+    """What stays of each canonical tensor of a model when some parts are left out."""
+
+    def __init__(
+        self, config: ModelConfig, kept: KeptParts, vocabulary: Mapping[str, Weight]
+    ) -> None:
+        self._kept = kept
+        vocabulary = {**VOCABULARY, **vocabulary}
+        self._old = CanonicalModel(config, vocabulary)
+        self._new = CanonicalModel(pruned_config(config, kept), vocabulary)
+        self._experts = {
+            layer: {old: new for new, old in enumerate(numbers)}
+            for layer, numbers in (kept.experts or {}).items()
+        }
+        self._known = {
+            name: (pattern, index.get("l"))
+            for pattern in vocabulary
+            for name, index in self._old.indexed_names(pattern)
+        }
+
+    def of(self, name: str, shape: Sequence[int]) -> TensorCut | None:
+        """What stays of the canonical tensor `name` (or its state); None if nothing does.
+
+        Raises:
+            MappingError: it is not known what the tensor holds of a part.
+        """
+        state, colon, weight = name.rpartition(":")
+        new_name = weight
+        if (match := _EXPERT.fullmatch(weight)) and int(match[2]) in self._experts:
+            number = self._experts[int(match[2])].get(int(match[3]))
+            if number is None:
+                return None
+            new_name = f"{match[1]}{number}{match[4]}"
+        whole = (None,) * len(shape)
+        if weight not in self._known:
+            if self._kept.hidden is not None:
+                raise MappingError(
+                    f"{weight!r} is no tensor of the text model, and may have its hidden size",
+                    tensor=weight,
+                    hint="--hidden-size is for models of text alone",
+                    error_id="unsupported-model",
+                )
+            return TensorCut(name=state + colon + new_name, indices=whole, blocks=(1,) * len(shape))
+        pattern, layer = self._known[weight]
+        symbols = self._old.vocabulary[pattern].shape
+        parts = [self._cut(weight, symbol, layer) for symbol in symbols]
+        if len(symbols) != len(shape):
+            raise MappingError(
+                f"{name!r} has shape {list(shape)}, and not {len(symbols)} dimensions",
+                tensor=name,
+                hint=_HINT,
+            )
+        return TensorCut(
+            name=state + colon + new_name,
+            indices=tuple(kept for kept, _ in parts),
+            blocks=tuple(block for _, block in parts),
+        )
+
+    def _cut(self, name: str, size: Expression, layer: int | None) -> tuple[Indices | None, int]:
+        """What stays of one dimension: indices, and the elements of each."""
+        before, after = self._old.value(size), self._new.value(size)
+        if before == after:
+            return None, 1
+        sized = [n for n in _AXIS_OF if n in names_in(size) and self._differs(n)]
+        if len(sized) != 1 or re.search(rf"\* {sized[0]}\b", str(size)):
+            raise MappingError(
+                f"the size {size!r} of {name!r} cannot be cut",
+                tensor=name,
+                hint=_HINT + "; --exclude leaves out layers of multi-token prediction",
+                error_id="unsupported-model",
+            )
+        axis, whole = _AXIS_OF[sized[0]], getattr(self._old.config, sized[0])
+        kept = getattr(self._kept, axis)
+        if axis in BY_LAYER:
+            if layer is None:
+                raise MappingError(
+                    f"{name!r} is of a layer of multi-token prediction, which has no scores",
+                    tensor=name,
+                    hint="--exclude leaves such layers out",
+                    error_id="unsupported-model",
+                )
+            if layer not in kept:
+                raise MappingError(
+                    f"nothing says which {axis} of layer {layer} stay", tensor=name, hint=_HINT
+                )
+            kept = kept[layer]
+        return kept, before // whole
+
+    def _differs(self, size: str) -> bool:
+        return getattr(self._kept, _AXIS_OF[size]) is not None
+
+
+def _one_length(by_layer: Mapping[int, Indices], axis: str) -> int:
+    lengths = {len(kept) for kept in by_layer.values()}
+    if len(lengths) != 1:
+        raise MappingError(
+            f"layers have {sorted(lengths)} {axis}",
+            hint="a pruned model has as many in every layer",
+        )
+    return lengths.pop()
+
+
+def _check_model(config: ModelConfig, kept: KeptParts) -> None:
+    """Refuse models whose parts depend on each other in ways that cutting does not follow.
+
+    Raises:
+        MappingError: it says what the model has.
+    """
+    heads = kept.heads is not None
+    by_layer = any(getattr(kept, axis) is not None for axis in BY_LAYER)
+    reasons = (
+        (config.num_decoder_layers, "an encoder and a decoder"),
+        (config.is_compressed, "compressed keys"),
+        (config.hyper_streams, "several residuals side by side"),
+        (config.layer_input_size, "an embedding for every layer"),
+        (config.layer_sizes and by_layer, "layers of different sizes"),
+        (heads and config.kv_lora_rank, "latent attention"),
+        (heads and config.qk_norm and config.qk_norm_of == "each", "a norm for each head"),
+        (heads and config.position_embedding == "alibi", "slopes by number of head"),
+        (heads and config.position_embedding == "relative", "biases by number of head"),
+        (heads and config.shared_kv_layers, "layers that attend to keys of others"),
+        (kept.experts is not None and config.router_num_groups > 1, "experts in groups"),
+        (kept.experts is not None and config.num_hash_layers, "experts that a table chooses"),
+    )
+    for is_so, what in reasons:
+        if is_so:
+            raise MappingError(_UNCUT + what, hint=_HINT, error_id="unsupported-model")
