@@ -174,12 +174,12 @@ def choose_parts(
         )
 
     def by_layer(name: str, count: int, flag: str, layers: frozenset[int]) -> ByLayer:
-        found: ByLayer = getattr(scores, name)
+        rows_of: ByLayer = getattr(scores, name)
         if not layers:
             raise UsageError(f"{flag}, and no layer of the model has any", hint=f"leave out {flag}")
         for layer in sorted(layers):
-            _check_count(found.get(layer, ()), count, f"{name} of layer {layer}", file)
-        return {layer: found[layer] for layer in sorted(layers)}
+            _check_count(rows_of.get(layer, ()), count, f"{name} of layer {layer}", file)
+        return {layer: rows_of[layer] for layer in sorted(layers)}
 
     layers = hidden = ffn = heads = groups = experts = None
     if (n := sizes.num_layers) is not None:

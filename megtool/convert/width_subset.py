@@ -32,7 +32,7 @@ Indices = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorCut:
+class WidthCut:
     """What stays of a canonical tensor: by dimension, indices of runs of `block` elements.
 
     `name` is the tensor's new name. `indices` has None for a dimension that stays whole.
@@ -45,33 +45,33 @@ class TensorCut:
     @property
     def is_whole(self) -> bool:
         """Whether the tensor stays as it is."""
-        return all(kept is None for kept in self.indices)
+        return all(indices is None for indices in self.indices)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that the tensor then has."""
         return tuple(
-            n if kept is None else len(kept) * block
-            for n, kept, block in zip(shape, self.indices, self.blocks, strict=True)
+            n if indices is None else len(indices) * block
+            for n, indices, block in zip(shape, self.indices, self.blocks, strict=True)
         )
 
 
-def pruned_config(config: ModelConfig, kept: KeptParts) -> ModelConfig:
+def pruned_config(config: ModelConfig, parts: KeptParts) -> ModelConfig:
     """The configuration of the model of these parts, with all its layers.
 
     Raises:
         MappingError: what the model does with such a part does not allow to leave some out.
     """
-    _check_model(config, kept)
+    _check_model(config, parts)
     sizes: dict[str, int] = {}
-    if kept.hidden is not None:
-        sizes["hidden_size"] = len(kept.hidden)
+    if parts.hidden is not None:
+        sizes["hidden_size"] = len(parts.hidden)
     for name, axis in (("ffn_hidden_size", "ffn"), ("num_heads", "heads")):
-        if (by_layer := getattr(kept, axis)) is not None:
+        if (by_layer := getattr(parts, axis)) is not None:
             sizes[name] = _one_length(by_layer, axis)
-    if kept.groups is not None:
-        sizes["num_kv_heads"] = _one_length(kept.groups, "groups")
-    if kept.experts is not None:
-        sizes["num_experts"] = _one_length(kept.experts, "experts")
+    if parts.groups is not None:
+        sizes["num_kv_heads"] = _one_length(parts.groups, "groups")
+    if parts.experts is not None:
+        sizes["num_experts"] = _one_length(parts.experts, "experts")
     changed: dict[str, Any] = sizes
     return replace(config, **changed)
 
@@ -89,12 +89,14 @@ def pruned_hf_config(
     for f in fields(ModelConfig):
         if f.name == "extra":
             continue
-        said, asked = getattr(config, f.name), getattr(new, f.name)
+        read_back, value = getattr(config, f.name), getattr(new, f.name)
         # What tensors alone say (biases) may differ from what the keys do, as it did before.
-        if said != asked and (asked != getattr(old, f.name) or said != getattr(before, f.name)):
+        if read_back != value and (
+            value != getattr(old, f.name) or read_back != getattr(before, f.name)
+        ):
             raise MappingError(
-                f"a config.json of {family.name!r} with these sizes says {f.name} {said!r}, and "
-                f"it is {asked!r}",
+                f"a config.json of {family.name!r} with these sizes says {f.name} {read_back!r}, and "
+                f"it is {value!r}",
                 hint="choose sizes that it can describe",
                 error_id="unsupported-model",
             )
@@ -105,15 +107,15 @@ class WidthCuts:
     """What stays of each canonical tensor of a model when some parts are left out."""
 
     def __init__(
-        self, config: ModelConfig, kept: KeptParts, vocabulary: Mapping[str, Weight]
+        self, config: ModelConfig, parts: KeptParts, vocabulary: Mapping[str, Weight]
     ) -> None:
-        self._kept = kept
+        self._parts = parts
         vocabulary = {**VOCABULARY, **vocabulary}
         self._old = CanonicalModel(config, vocabulary)
-        self._new = CanonicalModel(pruned_config(config, kept), vocabulary)
+        self._new = CanonicalModel(pruned_config(config, parts), vocabulary)
         self._experts = {
             layer: {old: new for new, old in enumerate(numbers)}
-            for layer, numbers in (kept.experts or {}).items()
+            for layer, numbers in (parts.experts or {}).items()
         }
         self._known = {
             name: (pattern, index.get("l"))
@@ -121,7 +123,7 @@ class WidthCuts:
             for name, index in self._old.indexed_names(pattern)
         }
 
-    def of(self, name: str, shape: Sequence[int]) -> TensorCut | None:
+    def of(self, name: str, shape: Sequence[int]) -> WidthCut | None:
         """What stays of the canonical tensor `name` (or its state); None if nothing does.
 
         Raises:
@@ -136,14 +138,14 @@ class WidthCuts:
             new_name = f"{match[1]}{number}{match[4]}"
         whole = (None,) * len(shape)
         if weight not in self._known:
-            if self._kept.hidden is not None:
+            if self._parts.hidden is not None:
                 raise MappingError(
                     f"{weight!r} is no tensor of the text model, and may have its hidden size",
                     tensor=weight,
                     hint="--hidden-size is for models of text alone",
                     error_id="unsupported-model",
                 )
-            return TensorCut(name=state + colon + new_name, indices=whole, blocks=(1,) * len(shape))
+            return WidthCut(name=state + colon + new_name, indices=whole, blocks=(1,) * len(shape))
         pattern, layer = self._known[weight]
         symbols = self._old.vocabulary[pattern].shape
         parts = [self._cut(weight, symbol, layer) for symbol in symbols]
@@ -153,9 +155,9 @@ class WidthCuts:
                 tensor=name,
                 hint=_HINT,
             )
-        return TensorCut(
+        return WidthCut(
             name=state + colon + new_name,
-            indices=tuple(kept for kept, _ in parts),
+            indices=tuple(indices for indices, _ in parts),
             blocks=tuple(block for _, block in parts),
         )
 
@@ -173,7 +175,7 @@ class WidthCuts:
                 error_id="unsupported-model",
             )
         axis, whole = _AXIS_OF[sized[0]], getattr(self._old.config, sized[0])
-        kept = getattr(self._kept, axis)
+        indices = getattr(self._parts, axis)
         if axis in BY_LAYER:
             if layer is None:
                 raise MappingError(
@@ -182,19 +184,19 @@ class WidthCuts:
                     hint="--exclude leaves such layers out",
                     error_id="unsupported-model",
                 )
-            if layer not in kept:
+            if layer not in indices:
                 raise MappingError(
                     f"nothing says which {axis} of layer {layer} stay", tensor=name, hint=_HINT
                 )
-            kept = kept[layer]
-        return kept, before // whole
+            indices = indices[layer]
+        return indices, before // whole
 
     def _differs(self, size: str) -> bool:
-        return getattr(self._kept, _AXIS_OF[size]) is not None
+        return getattr(self._parts, _AXIS_OF[size]) is not None
 
 
 def _one_length(by_layer: Mapping[int, Indices], axis: str) -> int:
-    lengths = {len(kept) for kept in by_layer.values()}
+    lengths = {len(indices) for indices in by_layer.values()}
     if len(lengths) != 1:
         raise MappingError(
             f"layers have {sorted(lengths)} {axis}",
@@ -203,14 +205,14 @@ def _one_length(by_layer: Mapping[int, Indices], axis: str) -> int:
     return lengths.pop()
 
 
-def _check_model(config: ModelConfig, kept: KeptParts) -> None:
+def _check_model(config: ModelConfig, parts: KeptParts) -> None:
     """Refuse models whose parts depend on each other in ways that cutting does not follow.
 
     Raises:
         MappingError: it says what the model has.
     """
-    heads = kept.heads is not None
-    by_layer = any(getattr(kept, axis) is not None for axis in BY_LAYER)
+    heads = parts.heads is not None
+    by_layer = any(getattr(parts, axis) is not None for axis in BY_LAYER)
     reasons = (
         (config.num_decoder_layers, "an encoder and a decoder"),
         (config.is_compressed, "compressed keys"),
@@ -222,8 +224,8 @@ def _check_model(config: ModelConfig, kept: KeptParts) -> None:
         (heads and config.position_embedding == "alibi", "slopes by number of head"),
         (heads and config.position_embedding == "relative", "biases by number of head"),
         (heads and config.shared_kv_layers, "layers that attend to keys of others"),
-        (kept.experts is not None and config.router_num_groups > 1, "experts in groups"),
-        (kept.experts is not None and config.num_hash_layers, "experts that a table chooses"),
+        (parts.experts is not None and config.router_num_groups > 1, "experts in groups"),
+        (parts.experts is not None and config.num_hash_layers, "experts that a table chooses"),
     )
     for is_so, what in reasons:
         if is_so:

@@ -52,7 +52,7 @@ class ChannelImportance:
                 "--pruning-scores of a model with experts, on more ranks than stages",
                 hint="--pp alone splits the model",
             )
-        self._rows_T: Tensor | None = None
+        self._rows_T = torch.zeros(0, dtype=torch.int64)
         self._num_rows = 0
         self._sums: dict[str, Tensor] = {}
         self._places: dict[str, HookLocation] = {}
@@ -127,7 +127,7 @@ class ChannelImportance:
     def _add(self, site: str, x_TF: Tensor) -> None:
         """Add the squared means of the rows of a batch."""
         rows_T = self._rows_T
-        if rows_T is None or len(rows_T) != len(x_TF):
+        if len(rows_T) != len(x_TF):
             raise ValueError(f"{site} has {len(x_TF)} rows, and the batch has others")
         is_real_T1 = (rows_T >= 0)[:, None].float()
         counted = torch.cat((x_TF.float().abs() * is_real_T1, is_real_T1), 1)
@@ -166,7 +166,6 @@ class ChannelImportance:
         """Add the norms of what experts add to tokens, and their numbers."""
         experts_TK, probs_TK = self._routed.pop(layer)
         rows_T, num = self._rows_T, self._config.num_experts
-        assert rows_T is not None
         if self._config.router_scales_input:
             probs_TK = torch.ones_like(probs_TK)
         # As rows went to their experts, so do their numbers.

@@ -45,8 +45,8 @@ class GatheredTensor:
     def new_shape(self) -> tuple[int, ...]:
         """The shape of what stays."""
         return tuple(
-            n if kept is None else len(kept)
-            for n, kept in zip(self.shape, self.indices, strict=True)
+            n if indices is None else len(indices)
+            for n, indices in zip(self.shape, self.indices, strict=True)
         )
 
 
@@ -54,7 +54,7 @@ def with_gathered(
     catalogue: Catalogue, removed: frozenset[str], gathered: Sequence[GatheredTensor]
 ) -> Catalogue:
     """The catalogue without the stored tensors in `removed`, and with gathered ones instead."""
-    kept = catalogue.select(lambda name: name not in removed)
+    others = catalogue.select(lambda name: name not in removed)
     blocks = [
         (number, lo, hi)
         for number, tensor in enumerate(gathered)
@@ -64,12 +64,12 @@ def with_gathered(
         GlobalTensor(name=t.name, shape=t.new_shape, dtype=catalogue[t.placement.stored].dtype)
         for t in gathered
     ]
-    ndim = max(kept.shards.boxes.ndim, *(len(t.shape) for t in tensors))
-    first, count = len(kept.tensors), len(kept.shards)
+    ndim = max(others.shards.boxes.ndim, *(len(t.shape) for t in tensors))
+    first, count = len(others.tensors), len(others.shards)
     boxes = Boxes.of(
         [_block_box(gathered[n].new_shape, lo, hi, ndim) for n, lo, hi in blocks], ndim
     )
-    old = kept.shards
+    old = others.shards
     shards = Shards(
         np.concatenate([old.tensor, [first + n for n, _, _ in blocks]]).astype(np.int32),
         Boxes(
@@ -81,12 +81,12 @@ def with_gathered(
     files = [_file_of(catalogue, gathered[n].placement.stored) for n, _, _ in blocks]
     sizes = boxes.volume() * np.array([tensors[n].dtype.itemsize for n, _, _ in blocks], np.int64)
     extents = Extents(
-        file=np.concatenate([kept.extents.file, files]).astype(np.int32),
-        offset=np.concatenate([kept.extents.offset, np.zeros(len(blocks), np.int64)]),
-        length=np.concatenate([kept.extents.length, sizes]),
+        file=np.concatenate([others.extents.file, files]).astype(np.int32),
+        offset=np.concatenate([others.extents.offset, np.zeros(len(blocks), np.int64)]),
+        length=np.concatenate([others.extents.length, sizes]),
         contained=True,
     )
-    chunks = kept.encoded_chunks
+    chunks = others.encoded_chunks
     mask = np.zeros(count, bool) if chunks is None else chunks.mask
     reader = _GatherReader(catalogue, gathered)
 
@@ -100,15 +100,15 @@ def with_gathered(
         is_old = rows < count
         offset = np.zeros(len(rows), np.int64)
         places = np.flatnonzero(is_old)
-        found = kept.locate(rows[places])
-        offset[places] = found.offset
+        located = others.locate(rows[places])
+        offset[places] = located.offset
         return ShardOffsets(
-            offset=offset, strides={int(places[k]): v for k, v in found.strides.items()}
+            offset=offset, strides={int(places[k]): v for k, v in located.strides.items()}
         )
 
     return replace(
-        kept,
-        tensors=[*kept.tensors, *tensors],
+        others,
+        tensors=[*others.tensors, *tensors],
         shards=shards,
         extents=extents,
         locate_contained=locate,
@@ -162,9 +162,9 @@ def _take(
 ) -> Array:
     """Rows of an array, and what stays of its further dimensions."""
     out = block[rows]
-    for dim, kept in enumerate(indices, 1):
-        if kept is not None:
-            out = np.take(out, kept, axis=dim)
+    for dim, chosen in enumerate(indices, 1):
+        if chosen is not None:
+            out = np.take(out, chosen, axis=dim)
     return out
 
 
@@ -197,9 +197,9 @@ def _file_of(catalogue: Catalogue, stored: str) -> int:
     return int(catalogue.extents.file[rows.start]) if rows.stop > rows.start else 0
 
 
-def expand(kept: Sequence[int] | None, block: int) -> NDArray[np.int64] | None:
+def expand(indices: Sequence[int] | None, block: int) -> NDArray[np.int64] | None:
     """Indices of runs of `block` elements as indices of elements."""
-    if kept is None:
+    if indices is None:
         return None
-    numbers = np.asarray(kept, np.int64)
+    numbers = np.asarray(indices, np.int64)
     return (numbers[:, None] * block + np.arange(block, dtype=np.int64)).reshape(-1)

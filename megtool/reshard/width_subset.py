@@ -31,7 +31,7 @@ from megtool.reshard.layer_subset import (
     keep_layers,
     set_modelopt_aside,
 )
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.reshard.source import CheckpointSource, ModelIdentity, unknown_model
 from megtool.tensors.placement import Placement
 
 _EXPERT_STATE = re.compile(r".*\.experts\..*_extra_state.*")
@@ -77,25 +77,25 @@ class PruningOptions:
         """
         if not self.is_given:
             return source
-        config = _known_config(source)
-        kept, scores = KeptParts(), None
+        config = _known_model(source)[1]
+        parts, scores = KeptParts(), None
         if self.sizes.is_given and self.file is not None:
             scores = read_scores(self.file)
-            kept = choose_parts(scores, self.sizes, config, self.file)
+            parts = choose_parts(scores, self.sizes, config, self.file)
         if self.layers is not None:
-            if kept.layers is not None:
+            if parts.layers is not None:
                 raise UsageError(
                     "--layers and --num-layers exclude each other", hint="give one of them"
                 )
-            kept = replace(kept, layers=parse_layers(self.layers, config.num_layers))
-        return prune(source, kept, scores)
+            parts = replace(parts, layers=parse_layers(self.layers, config.num_layers))
+        return prune(source, parts, scores)
 
 
 PRUNE_NOTHING = PruningOptions()
 
 
 def prune(
-    source: CheckpointSource, kept: KeptParts, scores: PruningScores | None = None
+    source: CheckpointSource, parts: KeptParts, scores: PruningScores | None = None
 ) -> CheckpointSource:
     """The checkpoint as if it had only these parts, with their optimizer state, and the record.
 
@@ -104,35 +104,34 @@ def prune(
     Raises:
         MappingError: the model is not known, or cannot be described without the other parts.
     """
-    config = _known_config(source)
-    record = encode_record(kept, config, scores)
-    if kept.cuts_width:
-        source = _cut_width(source, kept)
-    if kept.layers is not None:
-        source = keep_layers(source, kept.layers)
+    config = _known_model(source)[1]
+    record = encode_record(parts, config, scores)
+    if parts.cuts_width:
+        source = _cut_width(source, parts)
+    if parts.layers is not None:
+        source = keep_layers(source, parts.layers)
     return replace(source, pruning=record)
 
 
-def _known_config(source: CheckpointSource) -> ModelConfig:
+def _known_model(source: CheckpointSource) -> tuple[ModelIdentity, ModelConfig]:
     if source.model is None or not source.is_canonical:
         raise source.reason or unknown_model(source, "leaving out parts of a model")
-    return source.config
+    return source.model, source.config
 
 
-def _cut_width(source: CheckpointSource, kept: KeptParts) -> CheckpointSource:
-    model, side, config = source.model, source.view, source.config
-    assert model is not None
+def _cut_width(source: CheckpointSource, parts: KeptParts) -> CheckpointSource:
+    side, (model, config) = source.view, _known_model(source)
     vocabulary = model.family.vocabulary if model.family else {}
-    cuts = WidthCuts(config, kept, vocabulary)
-    found = {name: cuts.of(name, t.shape) for name, t in side.canonical.items()}
+    cuts = WidthCuts(config, parts, vocabulary)
+    cut_of = {name: cuts.of(name, t.shape) for name, t in side.canonical.items()}
     touched = {
         side.placements[name].stored
-        for name, cut in found.items()
+        for name, cut in cut_of.items()
         if cut is None or cut.name != name or not cut.is_whole
     }
     gathered: list[GatheredTensor] = []
     placements, canonical = dict[str, Placement](), {}
-    for name, cut in found.items():
+    for name, cut in cut_of.items():
         if cut is None:
             continue
         place, tensor = side.placements[name], side.canonical[name]
@@ -157,11 +156,11 @@ def _cut_width(source: CheckpointSource, kept: KeptParts) -> CheckpointSource:
         for n, reason in side.dropped
         if n in copies
     ]
-    new = pruned_config(config, kept)
+    new = pruned_config(config, parts)
     changed = changed_args(config, new)
     smaller.metadata = edit_metadata(catalogue, changed)
     set_modelopt_aside(smaller)
-    if kept.experts is not None:
+    if parts.experts is not None:
         _leave_out_expert_states(smaller)
     hf_config = None
     if model.hf_config is not None and model.family is not None:
@@ -203,13 +202,13 @@ def _leave_out_expert_states(catalogue: Catalogue) -> None:
 
 
 def encode_record(
-    kept: KeptParts, config: ModelConfig, scores: PruningScores | None
+    parts: KeptParts, config: ModelConfig, scores: PruningScores | None
 ) -> dict[str, Any]:
     """What `megtool.json` says of the parts that stay: their numbers in the whole model, and the
     scores of all parts of each kind that is cut."""
     out: dict[str, Any] = {"sizes": model_sizes(config)}
     for name in _SIZE_OF:
-        value = getattr(kept, name)
+        value = getattr(parts, name)
         if isinstance(value, Mapping):
             out[name] = {str(layer): list(numbers) for layer, numbers in value.items()}
         elif value is not None:
@@ -236,19 +235,19 @@ def decode_record(record: Mapping[str, Any], config: ModelConfig, file: Path) ->
         sizes = {str(k): int(v) for k, v in record["sizes"].items()}
         if sizes != model_sizes(config):
             raise ValueError(f"it is of a model of the sizes {sizes}")
-        parts: dict[str, Any] = {}
+        lists: dict[str, Any] = {}
         for f in fields(KeptParts):
             value = record.get(f.name)
             if value is None:
                 continue
             whole = getattr(config, _SIZE_OF[f.name])
             if f.name in BY_LAYER:
-                parts[f.name] = {
+                lists[f.name] = {
                     int(layer): _ascending(numbers, whole) for layer, numbers in value.items()
                 }
             else:
-                parts[f.name] = _ascending(value, whole, is_listed=f.name == "layers")
-        return KeptParts(**parts)
+                lists[f.name] = _ascending(value, whole, is_listed=f.name == "layers")
+        return KeptParts(**lists)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise FormatError(
             f"the record of what was pruned cannot be used: {e}",
@@ -302,8 +301,8 @@ def as_pruned(
             continue
         if record.get("sizes") != model_sizes(whole.config):
             continue
-        kept = decode_record(record, whole.config, small.catalogue.root)
-        pruned = prune(whole, kept)
+        parts = decode_record(record, whole.config, small.catalogue.root)
+        pruned = prune(whole, parts)
         text = (
             f"{small.path} is compared with the parts of {whole.path} that its record lists: "
             + ", ".join(describe_kept(record))
