@@ -89,13 +89,12 @@ def pruned_hf_config(
     for f in fields(ModelConfig):
         if f.name == "extra":
             continue
-        read_back, value = getattr(config, f.name), getattr(new, f.name)
+        stated, value = getattr(config, f.name), getattr(new, f.name)
         # What tensors alone say (biases) may differ from what the keys do, as it did before.
-        if read_back != value and (
-            value != getattr(old, f.name) or read_back != getattr(before, f.name)
-        ):
+        is_as_before = value == getattr(old, f.name) and stated == getattr(before, f.name)
+        if stated != value and not is_as_before:
             raise MappingError(
-                f"a config.json of {family.name!r} with these sizes says {f.name} {read_back!r}, and "
+                f"a config.json of {family.name!r} with these sizes says {f.name} {stated!r}, and "
                 f"it is {value!r}",
                 hint="choose sizes that it can describe",
                 error_id="unsupported-model",
