@@ -15,7 +15,7 @@ import argparse
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from megtool.inference.compare import differences
 from megtool.inference.evaluate import token_scores
 from megtool.inference.evaluation_texts import read_token_documents
 from megtool.inference.windows import IGNORED, batches
-from megtool.quant.backend_modelopt import build_modelopt_config, quantize_model
+from megtool.model.batch import Batch
+from megtool.quant.modelopt_backend.load_modelopt import import_modelopt, silence_output
+from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, read_samples
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
@@ -199,6 +201,22 @@ def quantized(
     return score, report.bits, ""
 
 
+def quantize_model(folder: Path, config: Mapping[str, Any], samples: Sequence[Batch]) -> Any:
+    """The transformers model of a folder, fake-quantized by `mtq.quantize` over some batches."""
+    mtq = import_modelopt()
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def run(model: Any) -> None:
+        for batch in samples:
+            model(input_ids=batch.tokens_BS, use_cache=False)
+
+    with silence_output():
+        return mtq.quantize(model, {**config, "quant_cfg": list(config["quant_cfg"])}, run)
+
+
 class Peer:
     """ModelOpt, on the same tokens."""
 
@@ -239,7 +257,8 @@ class Peer:
             replace(d, format=replace(d.format, method="")) if d.format else d
             for d in decided.matched.decisions
         ]
-        config = build_modelopt_config(recipe, decisions)
+        names = {d.module.name: next(iter(d.module.names_in("hf")), "") for d in decisions}
+        config = build_modelopt_config(recipe, decisions, names=names)
         return {**config, "algorithm": dict(PRESETS[name])}
 
     @torch.inference_mode()

@@ -23,8 +23,6 @@ LOCAL = {
     ("data/tokenizer.py", "Path(folder, name)"),
     ("export/gguf/header.py", "Path(folder)"),
     ("export/gguf/importance.py", "Path(folder)"),
-    ("quant/backend_modelopt.py", "Path(folder)"),
-    ("quant/pipeline/obtain_qparams.py", "Path(temporary)"),
     # Files of Python, and names inside a checkpoint.
     ("checkpoint/formats/deepspeed_files.py", "Path(path)"),
     ("checkpoint/formats/deepspeed_partitions.py", "Path(file.stored.path)"),

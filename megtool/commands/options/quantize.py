@@ -72,9 +72,6 @@ _MEGTOOL = OptionCondition(
     reason="{has} no effect with --backend modelopt, which does not use {it}",
     hint="--backend megtool has {names}; with modelopt leave {it} out",
 )
-_MEGTOOL_OR_MEASURED = OptionCondition(
-    holds=_unless_measured(_is_megtool), reason=_MEGTOOL.reason, hint=_MEGTOOL.hint
-)
 _QUANTIZES = OptionCondition(
     holds=lambda options, facts: not options.calibrate_only,
     reason="{has} no effect with --calibrate-only, which quantizes nothing",
@@ -168,7 +165,6 @@ CONDITIONS = (
     _CHOOSES,
     _MAKES_CALIBRATION,
     _MEGTOOL,
-    _MEGTOOL_OR_MEASURED,
     _QUANTIZES,
     _IS_MEGATRON,
     _IS_FOLDER,
@@ -236,7 +232,6 @@ class QuantizeOptions(
         _NO_FILE_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
         _NOT_SYNTHETIC_OR_MEASURED: ("tokenizer",),
         _USES_DATA_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
-        _MEGTOOL_OR_MEASURED: ("kernels",),
         _HAS_EXPERTS: ("ep", "etp"),
     }
 
@@ -298,19 +293,19 @@ class QuantizeOptions(
         CALIBRATION,
         "Send every token to every expert.",
         False,
-        needs=(_MEGTOOL, _USES_DATA, _HAS_EXPERTS),
+        needs=(_USES_DATA, _HAS_EXPERTS),
     )
     stream_layers: bool = option(
         CALIBRATION,
         "Keep one layer in memory at a time; --no-stream-layers is faster if the model fits.",
         True,
-        needs=(_MEGTOOL_OR_MEASURED, *_RUN),
+        needs=_RUN,
     )
     offload_activations: bool = option(
         CALIBRATION,
         "Keep activations on disk between layers.",
         False,
-        needs=(_MEGTOOL, *_SAMPLES),
+        needs=_SAMPLES,
     )
     backend: Literal["megtool", "modelopt"] = option(
         CALIBRATION,
@@ -342,7 +337,7 @@ class QuantizeOptions(
         CALIBRATION,
         "Where finished layers are stored until the end; default: next to DST.",
         metavar="FOLDER",
-        needs=(_MEGTOOL, *_SAMPLES),
+        needs=_SAMPLES,
     )
     eval_data: str | None = option(
         CHECK,

@@ -97,6 +97,7 @@ def calibrate(
                 "route_all": settings.route_all,
                 "layout": _layout_text(groups),
                 "pieces": [list(p.batch.shape) for p in micro_batches],
+                **({} if settings.solver is None else {"solver": settings.solver.name}),
             },
         )
     run = CalibrationRun(

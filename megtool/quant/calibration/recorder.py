@@ -26,7 +26,7 @@ from megtool.quant.calibration.statistics import ActivationStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WatchedSite:
+class WatchedSite:
     """A site, its hook place, and its statistics so far (None: the expert is on another rank)."""
 
     site: ActivationSite
@@ -65,7 +65,7 @@ class ActivationRecorder:
             self._sites[site.layer].append(site)
         self._gram, self._normalize_tokens = frozenset(gram), frozenset(normalize_tokens)
         self._sample, self._route_all = frozenset(sample), route_all
-        self._watched: list[_WatchedSite] = []
+        self._watched: list[WatchedSite] = []
         self._moe: MoeMlp | None = None
         self._labels: dict[int, Tensor] = {}
         self._labels_T: Tensor | None = None
@@ -89,11 +89,11 @@ class ActivationRecorder:
             MappingError: a site is not in this decoder.
         """
         self.stop()
-        watched: dict[tuple[int, str], list[_WatchedSite]] = defaultdict(list)
+        watched: dict[tuple[int, str], list[WatchedSite]] = defaultdict(list)
         for site in self._sites[layer]:
             place = places(self.decoder, site.name)[0]
             tally = self._make_statistics(site, place) if place.is_here else None
-            entry = _WatchedSite(site=site, place=place, statistics=tally)
+            entry = WatchedSite(site=site, place=place, statistics=tally)
             self._watched.append(entry)
             watched[id(place.module), place.attribute].append(entry)
         for entries in watched.values():
@@ -120,6 +120,9 @@ class ActivationRecorder:
         self._labels_T = buffer
         if self._moe is not None:
             self._moe.labels_T = self._local_labels(buffer)
+
+    def end_batch(self) -> None:
+        """Finish a pass over a micro-batch; statistics need nothing of it."""
 
     def collect(self) -> dict[str, ActivationStatistics]:
         """Return the statistics of the layer by site, and stop recording.
@@ -162,7 +165,7 @@ class ActivationRecorder:
             keep_sample=site.name in self._sample,
         )
 
-    def _install_hook(self, entries: Sequence[_WatchedSite]) -> None:
+    def _install_hook(self, entries: Sequence[WatchedSite]) -> None:
         """Install the hook of all sites at one place."""
         place = entries[0].place
         local = [w for w in entries if w.statistics is not None]
@@ -215,7 +218,7 @@ class ActivationRecorder:
         return labels_T.view(tp.size, -1)[tp.rank]
 
     def _add_experts(
-        self, entries: Sequence[_WatchedSite], rows_RW: Tensor, counts_E: Tensor
+        self, entries: Sequence[WatchedSite], rows_RW: Tensor, counts_E: Tensor
     ) -> None:
         moe = self._moe
         if moe is None:
@@ -229,7 +232,7 @@ class ActivationRecorder:
             if w.place.expert is not None and counts[w.place.expert]:
                 self._add_rows(w, parts[w.place.expert], labels[w.place.expert], padded)
 
-    def _add_rows(self, w: _WatchedSite, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
+    def _add_rows(self, w: WatchedSite, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
         statistics, columns = w.statistics, w.place.columns
         if statistics is None:
             return
@@ -252,7 +255,7 @@ class ActivationRecorder:
             sample = int(labels_T[bad])
             if self.groups.world.size == 1:
                 self.stop()
-                _raise_at(w.site, sample)
+                raise_nonfinite(w.site, sample)
             statistics.bad_row.fill_(min(sample, int(statistics.bad_row)))
 
     def _is_padded(self, labels_T: Tensor) -> bool:
@@ -264,7 +267,7 @@ class ActivationRecorder:
     def _needs_all_columns(statistics: RunningStatistics, columns: Group) -> bool:
         return statistics.gram is not None and columns.size > 1
 
-    def _raise_nonfinite(self, watched: Sequence[_WatchedSite]) -> None:
+    def _raise_nonfinite(self, watched: Sequence[WatchedSite]) -> None:
         """Raise the first NaN or Inf of any rank of the stage, on all of them."""
         if not watched:
             return
@@ -276,10 +279,15 @@ class ActivationRecorder:
             faults = -all_max(-faults, group)
         for w, sample in zip(watched, faults.tolist(), strict=True):
             if sample != NO_BAD_ROW:
-                _raise_at(w.site, sample)
+                raise_nonfinite(w.site, sample)
 
 
-def _raise_at(site: ActivationSite, sample: int) -> NoReturn:
+def raise_nonfinite(site: ActivationSite, sample: int) -> NoReturn:
+    """Raise that an activation of a sample is NaN or Inf.
+
+    Raises:
+        CalibrationError: always.
+    """
     location = "the head" if site.layer is None else f"layer {site.layer}"
     raise CalibrationError(
         f"an activation at {site.name} ({location}) is NaN or Inf, in sample {sample}",

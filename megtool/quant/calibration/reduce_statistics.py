@@ -91,15 +91,15 @@ def _local_sums(
         sums = torch.zeros(2 * width + BINS + 1, dtype=torch.float64, device=device)
         return _Sums(sums, torch.zeros(width, device=device))
     columns = torch.stack((local.abs_sum, local.square_sum, local.amax.double()))
-    columns = _gather_columns(columns, place)
+    columns = gather_site_columns(columns, place)
     counts = torch.cat((local.histogram, local.num_tokens.view(1)))
     counts = torch.cat((all_sum(counts[:-1], place.columns) // place.repeats, counts[-1:]))
     sums = torch.cat((columns[0], columns[1], counts.double()))
     return _Sums(sums, columns[2].float())
 
 
-def _gather_columns(x: Tensor, place: HookLocation) -> Tensor:
-    """`[..., this rank's columns]` as `[..., all columns]`."""
+def gather_site_columns(x: Tensor, place: HookLocation) -> Tensor:
+    """`[..., this rank's columns]` as `[..., all columns]`; of a KV cache keys, then values."""
     if place.columns.size == 1:
         return x
     parts = gather_columns(x, place.columns)
@@ -122,7 +122,7 @@ def _rows(
     sampled = None if local is None else local.sample
     if sampled is None:
         return torch.zeros(0, width, device=device)
-    return _gather_columns(sampled, place)
+    return gather_site_columns(sampled, place)
 
 
 def _gather_sample(rows: Tensor, sums: _Sums, group: Group) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,25 @@ from megtool.quant.solve_qparams import solve_qparams
 from megtool.reshard.source import CheckpointSource
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
+PassRunner = Callable[[ActivationRecorder], None]
+
+
+class UnitSolver(Protocol):
+    """Solves the parameters of a unit's modules by passes of its own over the data, instead of
+    `solve_qparams` by statistics of one pass."""
+
+    name: str
+    num_passes: int | None
+    """The passes, if their number is known."""
+
+    def solve_unit(
+        self,
+        decoder: Decoder,
+        sites: Sequence[ActivationSite],
+        weights: CanonicalWeights,
+        run_pass: PassRunner,
+    ) -> QParams:
+        """Solve the parameters of a unit; every rank of the stage calls this, and gets all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,6 +226,9 @@ class _UnitRunner:
         run = self.run
         is_last = unit == run.config.num_layers
         sites = run.sites_of(unit)
+        if run.settings.solver is not None:
+            self._solve_by_passes(unit, sites, run.settings.solver)
+            return
         requirements = [
             (p, derive_requirements(run.recipe, d)) for p in sites for d in self._decisions(p)
         ]
@@ -241,11 +264,54 @@ class _UnitRunner:
         stored = {n: replace(s, gram=None, sample=None) for n, s in statistics.items()}
         del statistics
         if reruns:
+            self._rerun(unit, sites, qparams)
+        self._keep_result(unit, stored, qparams)
+
+    def _solve_by_passes(self, unit: int, sites: list[ActivationSite], solver: UnitSolver) -> None:
+        """Solve a unit with as many passes as a solver makes; then run it for its outputs, unless
+        the only pass has done so."""
+        is_last = unit == self.run.config.num_layers
+        is_changed = self.run.sequential and self._is_changed(sites)
+        stores_output = not is_last and not is_changed and solver.num_passes == 1
+        num_passes = 0
+
+        def run_pass(recorder: ActivationRecorder) -> None:
+            nonlocal num_passes
+            num_passes += 1
+            recorder.start(None if is_last else unit)
+            try:
+                if is_last:
+                    self._run_head(recorder)
+                else:
+                    self._run_layer(unit, recorder, stores_output=stores_output)
+            finally:
+                recorder.stop()
+
+        if stores_output:
             self._begin(unit + 1)
-            with FakeQuantModel(self.decoder, sites, qparams):
+        qparams = solver.solve_unit(self.decoder, sites, self.weights, run_pass)
+        if stores_output:
+            if not num_passes:
                 self._run_layer(unit, None, stores_output=True)
             self._end(unit + 1)
-            self.layers.release()
+        elif not is_last:
+            self._rerun(unit, sites if is_changed else [], qparams)
+        self.layers.release()
+        self._keep_result(unit, {}, qparams)
+
+    def _rerun(self, unit: int, sites: Sequence[ActivationSite], qparams: QParams) -> None:
+        """Run a layer for its outputs, with the modules of `sites` fake-quantized."""
+        self._begin(unit + 1)
+        with FakeQuantModel(self.decoder, sites, qparams) if sites else contextlib.nullcontext():
+            self._run_layer(unit, None, stores_output=True)
+        self._end(unit + 1)
+        self.layers.release()
+
+    def _keep_result(
+        self, unit: int, stored: dict[str, ActivationStatistics], qparams: QParams
+    ) -> None:
+        """Keep the result of a unit, also in the folder to resume from."""
+        run = self.run
         run.results[unit] = stored, qparams
         if run.resume is not None and self.groups.tp.is_first and self.groups.replicas.is_first:
             run.resume.write_unit(unit, stored, qparams)
@@ -268,6 +334,8 @@ class _UnitRunner:
             else:
                 y_TH = self.layers.run(unit, number, x_TH)
             self._check_finite(unit, micro_batch, y_TH)
+            if recorder is not None:
+                recorder.end_batch()
             if stores_output:
                 self.activations.put(number, y_TH)
 
@@ -276,6 +344,7 @@ class _UnitRunner:
             for number, micro_batch in enumerate(self.layers.micro_batches):
                 recorder.set_batch(mask_uncounted(micro_batch), first_sample=micro_batch.first_row)
                 self.layers.finish(self.activations.get(number))
+                recorder.end_batch()
 
     def _check_finite(self, unit: int, micro_batch: MicroBatch, y_TH: Tensor) -> None:
         """Check the output of a layer; with several ranks the recorder of a later layer does so.

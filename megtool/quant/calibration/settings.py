@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from megtool.inference.load import load
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
+
+if TYPE_CHECKING:
+    from megtool.quant.calibration.sequential import UnitSolver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class CalibrationSettings(CalibrationRuntime):
         route_all: experts see all tokens.
         spills: keep activations between layers in `resume_folder` instead of memory.
         emulate_graphs: emulate CUDA graphs on a CPU, for tests.
+        solver: solves units by itself (None: by statistics, which the result then has).
     """
 
     sequential: bool | None = None
@@ -68,3 +73,4 @@ class CalibrationSettings(CalibrationRuntime):
     route_all: bool = False
     spills: bool = False
     emulate_graphs: bool = False
+    solver: UnitSolver | None = None

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megtool.checkpoint.storage.location import is_remote
 from megtool.console import Progress
-from megtool.errors import CalibrationError, UsageError
+from megtool.errors import CalibrationError
 from megtool.inference.runtime import on_ranks
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.rules import KEEP
-from megtool.reshard.execute import ExecutionOptions
-from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.run import reshard_checkpoint
-from megtool.reshard.source_options import SelectionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.calibration_file import CalibrationFile
@@ -184,28 +176,20 @@ def check_modelopt(request: QuantizeRequest) -> None:
     """Refuse, before any work, what ModelOpt does not support; all candidate formats are checked.
 
     Raises:
-        MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt` and
-            `check_quantizers`.
+        MissingPackageError, RecipeError, UsageError: see `build_modelopt_config`.
     """
-    from megtool.quant.backend_modelopt import build_modelopt_config, check_quantizers
     from megtool.quant.mixed_precision.decision_units import format_of
-    from megtool.reshard.source import collect_hf_files
+    from megtool.quant.modelopt_backend.load_modelopt import import_modelopt
+    from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
 
-    world = max(request.runtime.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
-    if world > 1:
-        raise UsageError(
-            f"--backend modelopt cannot run in {world} processes",
-            hint="ModelOpt runs the model in one process: no torchrun, no --tp, --pp and --ep",
-        )
+    import_modelopt()
     recipe, decisions = request.resolved.recipe, list[Decision]()
     for d in request.decisions:
         formats = [
             format_of(name, recipe, request.group_size) for name in d.choices if name != KEEP
         ]
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
-    config = build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
-    built = collect_hf_files(request.resolved.source, None)["config.json"]
-    check_quantizers(built, config, decisions, request.sites)
+    build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
 
 
 def _calibrated(
@@ -218,9 +202,18 @@ def _calibrated(
     if samples is None:
         raise ValueError("a recipe that needs data got none")
     c = request.calibration
-    if c.backend == "modelopt":
-        return _by_modelopt(request, samples, progress)
     with on_ranks(request.runtime) as groups:
+        solver = None
+        if c.backend == "modelopt":
+            from megtool.quant.modelopt_backend.unit_solver import ModelOptSolver
+
+            solver = ModelOptSolver(
+                request.resolved.recipe,
+                request.decisions,
+                request.sites,
+                groups,
+                route_all=c.route_all,
+            )
         calibration_file = calibrate(
             request.source(),
             request.decisions,
@@ -237,12 +230,17 @@ def _calibrated(
                 policy=c.unseen or "share",
                 route_all=c.route_all,
                 spills=c.spill,
+                sequential=None if solver is None else solver.sequential,
+                solver=solver,
             ),
             progress=progress,
         )
         first, world = groups.rank == 0, groups.parallel.world_size
     if not first:
         return None
+    if solver is not None:  # without statistics, there is nothing to solve again
+        qparams = calibration_file.qparams
+        return SolvedQParams(qparams=qparams, calibration_file=None, ranks=world)
     if request.auto is not None:
         fingerprint = calibration_file.fingerprint
         calibration_file = replace(
@@ -254,37 +252,3 @@ def _calibrated(
     return SolvedQParams(
         qparams=calibration_file.qparams, calibration_file=calibration_file, ranks=world
     )
-
-
-def _by_modelopt(
-    request: QuantizeRequest, samples: CalibrationSamples, progress: Progress
-) -> SolvedQParams:
-    """Calibrate with ModelOpt, in a temporary Hugging Face folder if the source is none."""
-    import torch
-
-    from megtool.quant.backend_modelopt import calibrate_with_modelopt
-
-    if request.runtime.threads:
-        torch.set_num_threads(request.runtime.threads)
-    source = request.resolved.source
-    with tempfile.TemporaryDirectory(prefix="megtool-") as temporary:
-        folder = source.path
-        if source.catalogue.format != "hf" or is_remote(source.path):
-            folder = Path(temporary) / "hf"
-            reshard_checkpoint(
-                source.path,
-                SelectionOptions(family=request.resolved.family, like=source.like),
-                TargetOptions(to="hf", optimizer=NONE, destination=folder),
-                ExecutionOptions(fsync=False),
-            )
-        qparams = calibrate_with_modelopt(
-            folder,
-            request.resolved.recipe,
-            request.decisions,
-            request.sites,
-            samples.batches(),
-            dtype=request.runtime.dtype or "float32",
-            device=request.runtime.device or "cpu",
-            progress=progress,
-        )
-    return SolvedQParams(qparams=qparams, calibration_file=None)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megtool import quantize
 from megtool.quant.calibration.calibration_file import CalibrationFile
@@ -69,3 +71,25 @@ def test_stages_are_refused_before_any_work(folder: Path, tmp_path: Path) -> Non
         assert done.returncode
         assert done.stderr.count("by kl_div cannot be measured with --pp 2") == 1
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("axes", [["--tp", "2"], ["--pp", "2"]], ids=str)
+def test_modelopt_calibrates_in_a_layout(folder: Path, tmp_path: Path, axes: list[str]) -> None:
+    """Weights and their scales are those of one process, byte for byte; inputs' nearly."""
+    recipe = ("--recipe", "fp8", "--backend", "modelopt", "--offload-activations")
+    found = ran(folder, tmp_path / "out", *recipe, *axes)
+    alone = quantize(
+        *(folder, tmp_path / "alone"),
+        **{"recipe": "fp8", "backend": "modelopt", "samples": 5, "seq_length": 24},
+        **{"device": "cpu", "fsync": False},
+    )
+    assert isinstance(alone, QuantizeReport)
+    assert "by ModelOpt" in found["calibration"]["data"]
+    tensors, wanted = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "alone"))
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if name.endswith("input_scale"):
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=0)
+        else:
+            assert tensors[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name

@@ -18,6 +18,7 @@ from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.fingerprint import compute_fingerprint
 from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.calibration.settings import CalibrationSettings
+from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.reshard.source import CheckpointSource
 from tests.support.models import tiny_models
@@ -55,9 +56,10 @@ def case(
     *,
     batches: list[Batch] | None = None,
     width: int = 24,
+    group_size: int | None = None,
 ) -> Case:
     """A case of a checkpoint in a folder, with rows of `width` tokens unless they are given."""
-    decided = resolve_recipe(folder, recipe)
+    decided = resolve_recipe(folder, recipe, group_size=group_size)
     opened, config = decided.source, decided.source.view.config
     assert config is not None
     return Case(
@@ -127,5 +129,32 @@ def on_rank(
         return artefact.statistics, saved_bytes(
             artefact, folder.parent / f"of-{rank}-{os.getpid()}"
         )
+    finally:
+        groups.stop()
+
+
+def calibrate_by_modelopt(made: Case, groups: ProcessGroups | None = None, **more: Any) -> QParams:
+    """What ModelOpt finds for a case, over the activations of our decoder."""
+    from megtool.quant.modelopt_backend.unit_solver import ModelOptSolver
+
+    own = ProcessGroups.alone("cpu") if groups is None else groups
+    d = made.decided
+    solver = ModelOptSolver(d.recipe, d.matched.decisions, made.points, own)
+    return made.run(groups=own, solver=solver, sequential=solver.sequential, **more).qparams
+
+
+def modelopt_on_rank(
+    rank: int, size: int, folder: Path, recipes: dict[str, dict[str, Any]], layout: dict[str, int]
+) -> list[QParams]:
+    """What ModelOpt finds on a rank for each recipe, with options of its case. For `run_world`."""
+    from megtool.config import ParallelConfig
+
+    torch.set_num_threads(1)
+    groups = ProcessGroups.start(ParallelConfig(**layout))
+    try:
+        return [
+            calibrate_by_modelopt(case(folder, recipe, **more), groups)
+            for recipe, more in recipes.items()
+        ]
     finally:
         groups.stop()

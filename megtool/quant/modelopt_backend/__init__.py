@@ -1,0 +1,1 @@
+"""Calibration by NVIDIA ModelOpt, over the activations of our own decoder."""

@@ -1,0 +1,215 @@
+"""ModelOpt's configuration of a recipe's decisions: settings of quantizers with exact names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megtool.errors import RecipeError, UsageError
+from megtool.quant.modelopt_backend.unit_modules import ROUNDING
+from megtool.quant.recipes.formats import INPUT_PACKINGS, packing_of
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
+
+_FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
+_METHODS: Mapping[str, str] = {
+    "none": "max",
+    "max": "max",
+    "mse": "mse",
+    "smoothquant": "smoothquant",
+    "awq": "awq_lite",
+    "awq_lite": "awq_lite",
+    "awq_full": "awq_full",
+    "awq_clip": "awq_clip",
+    "gptq": "gptq",
+    "local_hessian": "local_hessian",
+    "nvfp4_act_headroom": "nvfp4_act_headroom",
+}
+"""Our algorithms and ModelOpt's, by ModelOpt's names."""
+
+MULTIPLYING = ("awq_lite", "awq_full", "awq_clip")
+"""Algorithms that compare products, which modules then have to compute."""
+
+_OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "alpha": {"alpha": ("smoothquant",)},
+    "alpha_step": {"alpha_step": ("awq_lite", "awq_full")},
+    "damping": {"perc_damp": ("gptq",)},
+}
+"""Our options: ModelOpt's name, and the algorithms that have it."""
+
+_OURS = ("four_over_six", "scale_search", "cast")
+"""Options that choose other scales than ModelOpt does, which would be another algorithm."""
+
+
+def name_modules(decisions: Sequence[Decision]) -> dict[str, str]:
+    """The names that modules have for ModelOpt: those of transformers, which its patterns of fused
+    siblings match; canonical ones for KV caches and for rows of one module."""
+    linear = [d for d in decisions if d.module.kind != "kv_cache"]
+    names = {d.module.name: next(iter(d.module.names_in("hf")), "") for d in linear}
+    counts = Counter(names.values())
+    return {
+        d.module.name: (
+            hf_name
+            if (hf_name := names.get(d.module.name, "")) and counts[hf_name] == 1
+            else d.module.name
+        )
+        for d in decisions
+    }
+
+
+def algorithm_for(recipe: Recipe, decisions: Sequence[Decision]) -> dict[str, Any]:
+    """ModelOpt's algorithm of a recipe, with its options.
+
+    Raises:
+        RecipeError: an algorithm that ModelOpt does not have, or not for a format, or several at
+            once.
+    """
+    quantized = [d for d in decisions if d.format is not None]
+    methods = dict.fromkeys(
+        (d.format.method if d.format else "") or recipe.method for d in quantized
+    )
+    if len(methods) > 1:
+        raise RecipeError(
+            f"recipe {recipe.name} asks for {' and '.join(methods)}, and ModelOpt runs one "
+            "algorithm for the whole model",
+            hint="--backend megtool supports several",
+        )
+    return _algorithm(recipe, next(iter(methods), "none"))
+
+
+def unused_options(recipe: Recipe, algorithm: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options of a recipe's algorithm that ModelOpt's does not have."""
+    if recipe.dialect == "modelopt":
+        return ()
+    used = {ours for ours, names in _OPTIONS.items() if algorithm.keys() & names.keys()}
+    used |= {"method", *(("clip",) if algorithm["method"] == "awq_full" else ())}
+    return tuple(o for o, value in recipe.algorithm.items() if o not in used and value)
+
+
+def build_modelopt_config(
+    recipe: Recipe,
+    decisions: Sequence[Decision],
+    *,
+    device: str = "cpu",
+    names: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Build ModelOpt's configuration: everything disabled, then each module by name.
+
+    `names` are the modules' names for ModelOpt (None: those of `name_modules`).
+
+    Raises:
+        RecipeError: an algorithm that ModelOpt does not have, or not for a format, or several at
+            once.
+        UsageError: something that ModelOpt can only calibrate on a GPU.
+    """
+    quantized = [d for d in decisions if d.format is not None]
+    if undecided := [d for d in quantized if d.format and d.format.choose]:
+        raise RecipeError(
+            f"the format of {undecided[0].module.name} is not chosen yet",
+            hint="choose formats before calibrating",
+        )
+    algorithm = algorithm_for(recipe, quantized)
+    names = name_modules(decisions) if names is None else names
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for d in quantized:
+        _check_format(d, algorithm["method"], device)
+        entries += _entries(d, names[d.module.name], on_cpu=device == "cpu")
+    return {"quant_cfg": entries, "algorithm": algorithm}
+
+
+def _check_format(decision: Decision, method: str, device: str) -> None:
+    """Reject formats that an algorithm has no meaning for, or only on a GPU."""
+    if decision.format is None or not decision.format.algo:
+        return
+    packing = packing_of(decision.format)
+    if method == "gptq" and not packing.startswith("int"):
+        raise RecipeError(
+            f"ModelOpt's gptq chooses {decision.format.algo} codes of blocks whose scales it does "
+            "not keep",
+            hint="use --backend megtool, which keeps them",
+        )
+    if device == "cpu" and packing.startswith("mxfp") and method != "max":
+        raise UsageError(
+            f"ModelOpt runs {method} for {decision.format.algo} only on a GPU",
+            hint="--backend megtool supports any device",
+        )
+
+
+def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
+    options = dict(recipe.algorithm) if recipe.method == method else {}
+    if method not in _METHODS:
+        names = ", ".join(m for m in _METHODS if m != "none")
+        raise RecipeError(
+            f"the ModelOpt backend does not support {method!r}",
+            hint=f"use --backend megtool, or one of {names}",
+        )
+    if recipe.folds_scales:
+        raise RecipeError(
+            f"recipe {recipe.name} has `fold: true`, and ModelOpt stores pre_quant_scale",
+            hint="use --backend megtool, or `fold: false`",
+        )
+    for option in _OURS:
+        if options.get(option):
+            raise RecipeError(
+                f"recipe {recipe.name} has `{option}: true`, and the ModelOpt backend takes the "
+                "scales of the largest elements",
+                hint=f"use --backend megtool, or `{option}: false`",
+            )
+    out: dict[str, Any] = {"method": _METHODS[method]}
+    if recipe.dialect == "modelopt":  # in ModelOpt's words, but units are solved one by one
+        own = {k: v for k, v in options.items() if k not in ("method", "layerwise")}
+        return own | out
+    if method == "awq" and options.get("clip"):
+        out["method"] = "awq_full"
+    for option, value in options.items():
+        for modelopt_name, methods in _OPTIONS.get(option, {}).items():
+            if out["method"] in methods:
+                out[modelopt_name] = float(value)
+    return out
+
+
+def _entries(decision: Decision, name: str, *, on_cpu: bool) -> Iterator[dict[str, Any]]:
+    format = decision.format
+    if format is None:
+        return
+    if format.kv_algo:
+        cfg = _FP8 if format.kv_algo == "FP8" else _block_config((2, 1), 16, (4, 3))
+        cfg = {**cfg, "use_constant_amax": True} if format.constant else cfg
+        yield {"quantizer_name": f"{name}.[kv]_bmm_quantizer", "cfg": cfg}
+        return
+    weights: Any = _quantizer_config(packing_of(format), on_cpu=on_cpu)
+    if format.algo == "W4A8_AWQ":
+        weights = [weights, dict(_FP8)]
+    yield {"quantizer_name": f"{name}.weight_quantizer", "cfg": weights}
+    if format.algo in INPUT_PACKINGS:
+        yield {
+            "quantizer_name": f"{name}.input_quantizer",
+            "cfg": _quantizer_config(INPUT_PACKINGS[format.algo], on_cpu=on_cpu),
+        }
+
+
+def _block_config(bits: tuple[int, int], size: int, scale: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "block_sizes": {-1: size, "type": "dynamic", "scale_bits": scale},
+    }
+
+
+def _quantizer_config(packing: str, *, on_cpu: bool) -> dict[str, Any]:
+    """The quantizer settings for a packing such as `fp8:tensor` or `int4rows:128`."""
+    name, _, granularity = packing.partition(":")
+    if name == "nvfp4":  # ModelOpt's own rounding needs a GPU
+        rounding = {"backend": ROUNDING} if on_cpu else {}
+        return _block_config((2, 1), int(granularity), (4, 3)) | rounding
+    if name in ("mxfp4", "mxfp8"):
+        return _block_config((2, 1) if name == "mxfp4" else (4, 3), int(granularity), (8, 0))
+    bits: Any = {"fp8": (4, 3), "int8": 8, "int4rows": 4}[name]
+    if granularity == "token":
+        return {"num_bits": bits, "type": "dynamic", "block_sizes": {-1: None}}
+    if granularity in ("tensor", "channel"):
+        return {"num_bits": bits, "axis": 0 if granularity == "channel" else None}
+    sizes = [int(n) for n in granularity.split("x")]
+    if len(sizes) == 2:
+        return {"num_bits": bits, "block_sizes": {-1: sizes[1], -2: sizes[0]}}
+    return {"num_bits": bits, "block_sizes": {-1: sizes[0], "type": "static"}}

@@ -1,0 +1,181 @@
+"""Quantization parameters of modules that ModelOpt has calibrated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megtool.errors import CalibrationError
+from megtool.quant.algorithms.weight_grid import make_grid
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.modelopt_backend.load_modelopt import silence_output
+from megtool.quant.qparams import Floats, KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat, packing_of
+from megtool.quant.recipes.match import Decision
+
+
+def read_qparams(
+    modules: Mapping[str, Any],
+    decisions: Mapping[str, Decision],
+    sites: Sequence[ActivationSite],
+    norm_readers: Mapping[str, Sequence[str]],
+    *,
+    chose_codes: bool = False,
+) -> QParams:
+    """Read the quantization parameters of modules that `mtq.quantize` has calibrated.
+
+    Fused siblings share one smoothing scale, as in ModelOpt's export (the mean, with amaxes of the
+    weights recomputed), the largest input amax, and for NVFP4 the largest global amax.
+
+    Args:
+        modules: ModelOpt's modules by canonical name.
+        decisions: the decisions of all modules, by name.
+        sites: the sites to read, all of whose quantized modules are in `modules`.
+        norm_readers: the readers of each norm (`map_norm_readers`).
+        chose_codes: weights hold the values of the codes that were chosen (GPTQ).
+
+    Raises:
+        CalibrationError: an amax is missing.
+    """
+    qparams = QParams()
+    for site in sites:
+        group = [decisions[m] for m in site.modules if m in modules]
+        if not group:
+            continue
+        members = [(d, modules[d.module.name]) for d in group]
+        if site.kind == "kv_cache":
+            qparams.kv_caches[group[0].module.name] = _read_kv_cache(*members[0])
+            continue
+        folds = bool(site.norm) and set(norm_readers[site.norm]) <= set(site.modules)
+        _read_site(qparams, site, members, folds=folds)
+        if chose_codes:
+            for d, module in members:
+                qparams.weights[d.module.name] = _with_codes(
+                    qparams.weights[d.module.name], module.weight
+                )
+    return qparams
+
+
+def _with_codes(qparams: WeightQParams, weight_OI: Any) -> WeightQParams:
+    """The parameters with the codes of a weight that has only values of its grid."""
+    import torch
+
+    grid = make_grid(qparams.format)
+    amax = torch.from_numpy(np.array(qparams.amax, np.float32))
+    scale = grid.broadcast(grid.scale(amax, None))
+    codes = grid.stored_codes(grid.nearest_codes(weight_OI.detach().float().cpu() / scale))
+    return replace(qparams, codes=codes.numpy())
+
+
+def _read_site(
+    qparams: QParams, site: ActivationSite, group: Sequence[tuple[Decision, Any]], *, folds: bool
+) -> None:
+    """Read the parameters of one site. The smoothing scale is folded into the norm (`folds`) only
+    if all readers of the norm share it; else each module stores its own."""
+    by_format: dict[tuple[RecipeFormat | None, bool], list[tuple[Decision, Any]]] = defaultdict(
+        list
+    )
+    for d, m in group:
+        by_format[d.format, m.input_quantizer.pre_quant_scale is not None].append((d, m))
+    groups: list[list[WeightQParams]] = []
+    for (_, smoothed), members in by_format.items():
+        scale = _read_smoothing_scale([m for _, m in members]) if smoothed else None
+        into_norm = folds and len(members) == len(site.modules)
+        if scale is not None and into_norm:
+            qparams.norm_scales[site.norm] = scale
+        groups.append([_read_weight(d, m, scale, stores=not into_norm) for d, m in members])
+    if not any(smoothed for _, smoothed in by_format):  # all of them read the same inputs
+        groups = [[t for weights in groups for t in weights]]
+    for weights in groups:
+        input_amax = max(t.input_amax for t in weights)
+        global_amax = max(t.global_amax for t in weights)
+        for t in weights:
+            is_shared = packing_of(t.format).startswith("nvfp4")
+            qparams.weights[t.module] = replace(
+                t, input_amax=input_amax, global_amax=global_amax if is_shared else t.global_amax
+            )
+
+
+def _read_smoothing_scale(modules: Sequence[Any]) -> Floats:
+    """Read the smoothing scale of one site, the same for all its modules."""
+    if len(modules) > 1:
+        from modelopt.torch.export.quant_utils import preprocess_linear_fusion
+
+        with silence_output():
+            preprocess_linear_fusion(modules, resmooth_only=True)
+    return np.float32(1) / _to_numpy(modules[0].input_quantizer.pre_quant_scale).reshape(-1)
+
+
+def _read_weight(
+    decision: Decision, module: Any, scale: Floats | None, *, stores: bool
+) -> WeightQParams:
+    format = decision.format or RecipeFormat(name="")
+    quantizer, global_amax, amax = module.weight_quantizer, 0.0, None
+    packing = packing_of(format)
+    if format.algo == "W4A8_AWQ":
+        global_amax = float(_require_amax(quantizer[1].amax, decision))
+        quantizer = quantizer[0]
+    if packing.startswith("nvfp4"):
+        global_amax = float(_require_amax(quantizer.amax, decision))
+    elif not packing.startswith("mxfp"):
+        amax = _to_numpy(_require_amax(quantizer.amax, decision)).reshape(
+            _amax_shape(packing, decision.module.shape)
+        )
+    input_amax = 0.0
+    if format.algo in INPUT_PACKINGS and FORMATS[format.algo].calibrates:
+        calibrated = module.input_quantizer.amax
+        input_amax = format.input_amax or float(_require_amax(calibrated, decision).max())
+    return WeightQParams(
+        module=decision.module.name,
+        format=format,
+        smoothing_scale=scale,
+        stores_pre_quant_scale=scale is not None and stores,
+        amax=amax,
+        global_amax=global_amax,
+        input_amax=input_amax,
+    )
+
+
+def _read_kv_cache(decision: Decision, module: Any) -> KVCacheQParams:
+    format = decision.format or RecipeFormat(name="")
+    if format.constant:
+        amax = 448.0 if format.kv_algo == "FP8" else 448.0 * 6
+        amaxes = amax, amax
+    else:
+        keys, values = module.k_bmm_quantizer.amax, module.v_bmm_quantizer.amax
+        amaxes = (
+            float(_require_amax(keys, decision).max()),
+            float(_require_amax(values, decision).max()),
+        )
+    return KVCacheQParams(
+        module=decision.module.name, format=format, key_amax=amaxes[0], value_amax=amaxes[1]
+    )
+
+
+def _amax_shape(packing: str, shape: Sequence[int]) -> tuple[int, ...]:
+    granularity = packing.partition(":")[2]
+    if granularity == "tensor":
+        return ()
+    if granularity == "channel":
+        return (shape[0],)
+    sizes = [int(n) for n in granularity.split("x")]
+    rows = shape[0] if len(sizes) == 1 else shape[0] // sizes[0]
+    return rows, shape[1] // sizes[-1]
+
+
+def _require_amax(amax: Any, decision: Decision) -> Any:
+    if amax is None:
+        raise CalibrationError(
+            f"ModelOpt has no amax for {decision.module.name}",
+            hint="check that the data reaches it; experts without tokens have no amax",
+        )
+    return amax
+
+
+def _to_numpy(tensor: Any) -> Floats:
+    out: Floats = np.array(tensor.detach().float().cpu().numpy(), np.float32)
+    return out

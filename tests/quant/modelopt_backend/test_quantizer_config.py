@@ -1,0 +1,90 @@
+"""A recipe's decisions as ModelOpt's settings, and what ModelOpt cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megtool.errors import RecipeError, UsageError
+from megtool.quant.modelopt_backend.quantizer_config import (
+    algorithm_for,
+    build_modelopt_config,
+    name_modules,
+    unused_options,
+)
+from megtool.quant.resolve import resolve_recipe
+from tests.support.errors import raises
+from tests.support.models import family_models, tiny_models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.llama(tmp_path_factory.mktemp("config") / "llama", num_hidden_layers=2)
+
+
+def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> None:
+    decided = resolve_recipe(folder, "nvfp4")
+    decisions = decided.matched.decisions
+    searched = replace(decided.recipe, algorithm={"method": "max", "four_over_six": True})
+    with raises(RecipeError, "four_over_six", hint="--backend megtool"):
+        build_modelopt_config(searched, decisions)
+    rounded = replace(decided.recipe, algorithm={"method": "gptq"})
+    with raises(RecipeError, "gptq", "NVFP4", hint="--backend megtool"):
+        build_modelopt_config(rounded, decisions)
+    folded = replace(decided.recipe, algorithm={"method": "awq", "fold": True})
+    with raises(RecipeError, "fold", hint="--backend megtool"):
+        build_modelopt_config(folded, decisions)
+    observed = replace(decided.recipe, algorithm={"method": "percentile"})
+    with raises(RecipeError, "'percentile'", hint="awq_full"):
+        build_modelopt_config(observed, decisions)
+    decided = resolve_recipe(folder, "mxfp4")
+    searched = replace(decided.recipe, algorithm={"method": "mse"})
+    with pytest.raises(UsageError, match="runs mse for MXFP4 only on a GPU"):
+        build_modelopt_config(searched, decided.matched.decisions)
+    assert build_modelopt_config(searched, decided.matched.decisions, device="cuda")
+    decided = resolve_recipe(folder, "auto_nvfp4_fp8")
+    with pytest.raises(RecipeError, match="is not chosen yet"):
+        build_modelopt_config(decided.recipe, decided.matched.decisions)
+
+
+def test_settings_name_each_module(folder: Path) -> None:
+    decided = resolve_recipe(folder, "fp8")
+    config = build_modelopt_config(decided.recipe, decided.matched.decisions)
+    entries = config["quant_cfg"]
+    assert entries[0] == {"quantizer_name": "*", "enable": False}
+    names = [e["quantizer_name"] for e in entries[1:]]
+    assert len(names) == len(set(names)) == 2 * 2 * 7
+    assert "model.layers.1.mlp.down_proj.weight_quantizer" in names
+
+
+def test_nvfp4_is_rounded_by_us_where_modelopt_needs_a_gpu(folder: Path) -> None:
+    decided = resolve_recipe(folder, "nvfp4_awq")
+    for device, ours in (("cpu", True), ("cuda", False)):
+        config = build_modelopt_config(decided.recipe, decided.matched.decisions, device=device)
+        assert {"backend" in e["cfg"] for e in config["quant_cfg"][1:]} == {ours}
+
+
+def test_options_have_modelopts_names(folder: Path) -> None:
+    decided = resolve_recipe(folder, "int4_awq", group_size=64)
+    decisions = decided.matched.decisions
+    assert algorithm_for(decided.recipe, decisions) == {"method": "awq_full", "alpha_step": 0.1}
+    gptq = replace(decided.recipe, algorithm={"method": "gptq", "damping": 0.05, "shrinkage": 0.3})
+    assert algorithm_for(gptq, decisions) == {"method": "gptq", "perc_damp": 0.05}
+    assert unused_options(gptq, algorithm_for(gptq, decisions)) == ("shrinkage",)
+    theirs = replace(
+        decided.recipe,
+        dialect="modelopt",
+        algorithm={"method": "mse", "step_size": 0.2, "layerwise": {"enable": True}},
+    )
+    assert algorithm_for(theirs, decisions) == {"method": "mse", "step_size": 0.2}
+    assert unused_options(theirs, {"method": "mse", "step_size": 0.2}) == ()
+
+
+def test_rows_of_one_module_keep_their_own_names(tmp_path: Path) -> None:
+    source = family_models.save("gpt_neox", tmp_path / "neox")
+    names = name_modules(resolve_recipe(source, "fp8_kv_fp8").matched.decisions)
+    assert names["layers.0.attn.q"] == "layers.0.attn.q"
+    assert names["layers.0.attn.kv"] == "layers.0.attn.kv"
+    assert names["layers.0.mlp.down"] == "gpt_neox.layers.0.mlp.dense_4h_to_h"

@@ -1,0 +1,64 @@
+"""ModelOpt on the model that transformers builds: the peer of ModelOpt on our decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megtool.model.batch import Batch
+from megtool.quant.calibration.activation_sites import map_norm_readers
+from megtool.quant.modelopt_backend.load_modelopt import import_modelopt, silence_output
+from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
+from megtool.quant.modelopt_backend.read_qparams import read_qparams
+from megtool.quant.qparams import QParams
+from megtool.quant.resolve import ResolvedRecipe
+from tests.support.quant.loaded import points_of
+
+
+def calibrate_on_transformers(
+    folder: Path, decided: ResolvedRecipe, batches: Sequence[Batch]
+) -> QParams:
+    """What `mtq.quantize` finds for the transformers model of a folder, in float32."""
+    import transformers
+
+    mtq = import_modelopt()
+    decisions = decided.matched.decisions
+    names = {d.module.name: d.module.names_in("hf")[0] for d in decisions if d.format is not None}
+    config = build_modelopt_config(decided.recipe, decisions, names=names)
+    config["algorithm"].pop("layerwise", None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def run(model: Any) -> None:
+        with torch.no_grad():
+            for batch in batches:
+                model(**transformers_inputs(batch), use_cache=False)
+
+    with silence_output():
+        model = mtq.quantize(model, config, run)
+    by_name, sites = dict(model.named_modules()), points_of(decided)
+    return read_qparams(
+        {m: by_name[name] for m, name in names.items()},
+        {d.module.name: d for d in decisions},
+        sites,
+        map_norm_readers(sites, [d.module for d in decisions]),
+        chose_codes=config["algorithm"]["method"] == "gptq",
+    )
+
+
+def transformers_inputs(batch: Batch) -> dict[str, Any]:
+    """A batch for transformers; tokens attend only within their document."""
+    out: dict[str, Any] = {"input_ids": batch.tokens_BS}
+    if batch.positions_BS is not None:
+        out["position_ids"] = batch.positions_BS
+    if batch.documents_BS is not None:
+        width = batch.documents_BS.shape[1]
+        allowed_BSS = batch.documents_BS[:, :, None] == batch.documents_BS[:, None, :]
+        allowed_BSS &= torch.ones(width, width, dtype=torch.bool).tril()
+        mask = torch.zeros(allowed_BSS.shape).masked_fill(
+            ~allowed_BSS, torch.finfo(torch.float32).min
+        )
+        out["attention_mask"] = mask[:, None]
+    return out
