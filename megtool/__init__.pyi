@@ -242,6 +242,8 @@ def finetune(
     qat: str | None = ...,
     calibration: str | Path | None = ...,
     teacher: str | Path | None = ...,
+    teacher_tokenizer: str | Path | None = ...,
+    distill_loss: Literal["kl", "uld", "gold"] = ...,
     distill_temperature: float = ...,
     distill_weight: float = ...,
     distill_hidden_weight: float = ...,

@@ -128,6 +128,21 @@ class Tokenizer:
         facts = repr((rules, self._full.chat_template, self.eos_ids, self.bos_id))
         return hashlib.sha256(facts.encode()).hexdigest()
 
+    @property
+    def place(self) -> str:
+        """The folder that it was read from."""
+        return self._place
+
+    def rules(self) -> Mapping[str, Any]:
+        """The contents of its tokenizer.json; nothing where it has none."""
+        rules: Mapping[str, Any] = {} if self._fast is None else json.loads(self._fast.to_str())
+        return rules
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """The number of every token, added ones among them, by its piece."""
+        vocabulary: Mapping[str, int] = self._full.get_vocab()
+        return vocabulary
+
     # ---- text and tokens
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -143,8 +158,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The number of a token of the vocabulary; None if it has none."""
-        vocabulary: Mapping[str, int] = self._full.get_vocab()
-        return vocabulary.get(token)
+        return self.vocabulary().get(token)
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of `text` without added ones, and the characters (begin, end) of each.

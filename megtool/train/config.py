@@ -298,6 +298,16 @@ class TrainConfig(
     )
     calibration: Path | None = option(QAT, "The calibration file of --qat.", metavar="FILE")
     teacher: Path | None = option(QAT, "Distill from this checkpoint.", metavar="SRC")
+    teacher_tokenizer: Path | None = option(
+        QAT, "A folder with the teacher's tokenizer; default: the one with it.", metavar="FOLDER"
+    )
+    distill_loss: Literal["kl", "uld", "gold"] = option(
+        QAT,
+        "kl: of models with one vocabulary; uld and gold: of models with different tokenizers, by "
+        "spans of text that both share; uld compares sorted probabilities, gold those of common "
+        "tokens by name.",
+        "kl",
+    )
     distill_temperature: float = option(
         QAT, "Temperature of both models' softmax.", 1.0, metavar="X"
     )
@@ -536,7 +546,10 @@ def _check_graphs(s: TrainConfig) -> None:
 
 
 DEPENDENT_OPTIONS = {
-    "teacher": ("distill_weight", "distill_temperature", "distill_hidden_weight"),
+    "teacher": (
+        *("distill_weight", "distill_temperature", "distill_hidden_weight"),
+        *("distill_loss", "teacher_tokenizer"),
+    ),
     "distill_hidden_weight": ("distill_layers",),
     "lora_rank": ("lora_target",),
     "fp8_recipe": (

@@ -15,6 +15,7 @@ from megtool.commands.finetune_report import FinetunePlan
 from megtool.errors import (
     CalibrationError,
     CheckpointError,
+    FormatError,
     LayoutError,
     MappingError,
     RecipeError,
@@ -23,6 +24,7 @@ from megtool.errors import (
 )
 from tests.support.errors import raises
 from tests.support.models import tiny_text
+from tests.support.models.tiny_vocabularies import save_tokenizer
 from tests.support.runs.finetune_runs import TEXT, curve, tune
 from tests.support.worlds.gloo_world import run_world
 
@@ -152,6 +154,39 @@ def test_a_teacher_is_learned_from(model, data, tmp_path) -> None:
     small = tiny_text.save(tmp_path / "small", vocab_size=300)
     with pytest.raises(MappingError, match="vocabulary has 300"):
         tune(model, tmp_path / "bad", data, teacher=small)
+
+
+@pytest.mark.parametrize("loss", ["uld", "gold"])
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_a_teacher_with_another_tokenizer_is_learned_from(
+    loss, kind, model, data, tmp_path
+) -> None:
+    teacher = tiny_text.save(tmp_path / "teacher", vocab_size=430, hidden_size=64)
+    save_tokenizer(teacher, kind, 420)
+    taught = tune(teacher, tmp_path / "taught", data, lr=1e-2, train_iters=60, to="hf")
+    teacher = Path(str(taught.hf))
+    more = {"distill_weight": 1.0, "lr": 1e-2, "train_iters": 40, "teacher": teacher}
+    with raises(MappingError, "vocabulary has 430", hint="--distill-loss uld or gold"):
+        tune(model, tmp_path / "bad", data, **more)
+    report = tune(model, tmp_path / "out", data, **more, distill_loss=loss, to="hf")
+    losses = [x[1] for x in curve(tmp_path / "out")]
+    assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
+    if loss == "gold":  # it learns from the teacher alone which tokens come next
+        before, after = (
+            evaluate(folder, data=data, window=32, device="cpu").to_json()["loss"]
+            for folder in (model, report.hf)
+        )
+        assert after < before - 0.3
+    reshard(teacher, tmp_path / "bare", to="torch_dist", fsync=False)
+    for path in (tmp_path / "bare/release/hf").glob("tokenizer*"):
+        path.unlink()
+    more |= {"teacher": tmp_path / "bare", "distill_loss": loss}
+    with raises(FormatError, id="no-tokenizer"):
+        tune(model, tmp_path / "bad", data, **more)
+    tune(model, tmp_path / "same", data, **more, teacher_tokenizer=teacher)
+    assert [x[1] for x in curve(tmp_path / "same")] == losses
+    with raises(LayoutError, "tp=2"):
+        tune(model, tmp_path / "bad", data, **more, teacher_tokenizer=teacher, tp=2)
 
 
 def test_a_model_without_some_layers_learns_from_the_whole_one(data, tmp_path) -> None:

@@ -77,6 +77,7 @@ _CURVE_OPTIONS = (
     "hidden_dropout",
     "attention_dropout",
     "teacher",
+    "distill_loss",
     "distill_temperature",
     "distill_weight",
     "distill_hidden_weight",

@@ -1,9 +1,10 @@
-"""Distillation: training on the logits, and hidden states, of a teacher with the same vocabulary.
+"""Distillation: training on the logits, and hidden states, of a teacher.
 
 The loss is `(1 - weight) * CE + weight * t^2 * KL(teacher || student) + hidden_weight * L`, all
 summed over the tokens that have labels: the divergence of both softmaxes at temperature t (Hinton
 et al., 2015), and the mean over pairs of layers of `1 - cos` of their states
-(`megtool.train.features.layer_distillation`).
+(`megtool.train.features.layer_distillation`). A teacher with another vocabulary has a loss by spans
+of text in the divergence's place (`megtool.train.features.vocabulary_distillation`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from megtool.config import ParallelConfig
 from megtool.console import Progress
 from megtool.convert.sharding import check_layout
+from megtool.data.token_alignment import TokenAligner, TokenBytes
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.lm_head import bend
 from megtool.model.batch import Batch
@@ -44,6 +46,12 @@ from megtool.train.features.layer_distillation import (
     layer_loss,
 )
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.features.vocabulary_distillation import (
+    SharedTokens,
+    SpanDivergence,
+    align_batch,
+    check_ranks,
+)
 from megtool.train.memory_estimate import estimate_weight_bytes
 
 if TYPE_CHECKING:
@@ -187,7 +195,7 @@ def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
         raise MappingError(
             f"the teacher's vocabulary has {teacher.vocab_size} tokens, the student's "
             f"{student.vocab_size}",
-            hint="--teacher SRC: a model with the same tokenizer",
+            hint="--distill-loss uld or gold, or a teacher with the same tokenizer",
         )
 
 
@@ -237,6 +245,8 @@ class DistillationFeature(TrainingFeature):
         UsageError: temperature or weights are out of their range, or `layers` cannot be read.
         MappingError: the vocabularies differ, or hidden states that are compared.
         LayoutError: the vocabularies are split differently, or layers that are compared.
+
+    `tokenizers` are the student's and the teacher's, for the losses between vocabularies.
     """
 
     def __init__(
@@ -249,6 +259,8 @@ class DistillationFeature(TrainingFeature):
         weight: float = 0.5,
         hidden_weight: float = 0.0,
         layers: str | None = None,
+        loss: str = "kl",
+        tokenizers: tuple[TokenBytes, TokenBytes] | None = None,
     ) -> None:
         if temperature <= 0 or not 0 <= weight <= 1 or hidden_weight < 0:
             raise UsageError(
@@ -258,7 +270,17 @@ class DistillationFeature(TrainingFeature):
             )
         self.chunks = [teacher] if isinstance(teacher, Decoder) else list(teacher)
         self.teacher = self.chunks[-1]
-        check_vocabularies(student.config, self.teacher.config)
+        self._aligner: TokenAligner | None = None
+        self._shared: SharedTokens | None = None
+        if tokenizers is not None:
+            check_between_vocabularies(student.groups.parallel, hidden_weight)
+            self._aligner = TokenAligner(*tokenizers)
+            if loss == "gold":
+                pairs = torch.tensor(tokenizers[0].shared(tokenizers[1])).view(-1, 2)
+                self._shared = SharedTokens(own_M=pairs[:, 0], taught_M=pairs[:, 1])
+                self._shared = self._shared.to(student.groups.device)
+        else:
+            check_vocabularies(student.config, self.teacher.config)
         if student.groups.tp.size > 1 and student.padded_vocab != self.teacher.padded_vocab:
             raise LayoutError(
                 f"tp={student.groups.tp.size} cuts vocabularies padded to {student.padded_vocab} "
@@ -288,8 +310,13 @@ class DistillationFeature(TrainingFeature):
             MegtoolError: it cannot be opened.
         """
         if settings.teacher is not None:
-            teacher = open_decoder(settings.teacher).config
-            check_vocabularies(source.config, teacher)
+            opened = open_decoder(settings.teacher)
+            teacher = opened.config
+            if settings.distill_loss == "kl":
+                check_vocabularies(source.config, teacher)
+            else:
+                check_between_vocabularies(settings.layout, settings.distill_hidden_weight)
+                _read_tokenizers(settings, source, opened)
             plan_teacher_layout(settings.layout, source.config, teacher)
             if settings.distill_hidden_weight:
                 check_stages(settings.layout)
@@ -322,6 +349,9 @@ class DistillationFeature(TrainingFeature):
         """
         if settings.teacher is None:
             return None
+        tokenizers = None
+        if settings.distill_loss != "kl" and inputs.source is not None:
+            tokenizers = _read_tokenizers(settings, inputs.source, open_decoder(settings.teacher))
         return cls(
             stages[-1],
             _load_teacher(settings.teacher, settings, stages[-1], inputs.progress),
@@ -330,6 +360,8 @@ class DistillationFeature(TrainingFeature):
             weight=settings.distill_weight,
             hidden_weight=settings.distill_hidden_weight,
             layers=settings.distill_layers,
+            loss=settings.distill_loss,
+            tokenizers=tokenizers,
         )
 
     @contextmanager
@@ -365,6 +397,8 @@ class DistillationFeature(TrainingFeature):
             loss = loss + (1 - self.weight) * head.loss_of(x_TH, labels_BS)[0]
         if not (self.weight or self.hidden_weight):
             return loss
+        if self._aligner is not None:
+            return loss + self.weight * self._span_loss(self._aligner, head, x_TH, batch, labels_BS)
         teacher_x_TH = self._states.popleft() if self._states else None
         if teacher_x_TH is None:
             with torch.no_grad():
@@ -381,6 +415,36 @@ class DistillationFeature(TrainingFeature):
                 is_sequence_parallel=head.sequence_parallel,
             )
         return loss
+
+    def _span_loss(
+        self,
+        aligner: TokenAligner,
+        head: Decoder,
+        x_TH: Tensor,
+        batch: Batch,
+        labels_BS: Tensor,
+    ) -> Tensor:
+        """The loss between vocabularies, summed over spans."""
+        spans = align_batch(aligner, batch, labels_BS)
+        if not spans.num_spans:
+            return x_TH.sum() * 0.0
+        with torch.no_grad():
+            taught_x_TH, taught = _logits_head(self.teacher, self.teacher.hidden(spans.teacher))
+        x_TH, student = _logits_head(head, x_TH)
+        out: Tensor = SpanDivergence.apply(  # type: ignore[no-untyped-call]
+            x_TH,
+            student.weight_VH,
+            lambda x_NH, weight_VH: (
+                replace(student, weight_VH=weight_VH).logits(x_NH, head.config.vocab_size).float()
+            ),
+            lambda x_NH: taught.logits(x_NH, self.teacher.config.vocab_size).float(),
+            taught_x_TH,
+            spans,
+            self._shared,
+            self.temperature,
+            None,
+        )
+        return out
 
     def _divergence(
         self, head: Decoder, x_TH: Tensor, teacher_x_TH: Tensor, labels_T: Tensor
@@ -401,6 +465,31 @@ class DistillationFeature(TrainingFeature):
             temperature=self.temperature,
             group=tp.handle,
         )
+
+
+def check_between_vocabularies(layout: ParallelConfig, hidden_weight: float) -> None:
+    """Refuse what a loss by spans does not go with.
+
+    Raises:
+        LayoutError: ranks have parts of rows or vocabularies.
+        UsageError: hidden states are compared, of tokens that are not the same.
+    """
+    check_ranks(layout)
+    if hidden_weight:
+        raise UsageError(
+            "--distill-hidden-weight compares states token by token, and tokens differ between "
+            "vocabularies",
+            hint="--distill-loss kl, with a teacher that has the same tokenizer",
+        )
+
+
+def _read_tokenizers(
+    settings: TrainConfig, source: CheckpointSource, teacher: CheckpointSource
+) -> tuple[TokenBytes, TokenBytes]:
+    return (
+        TokenBytes(source.tokenizer(settings.tokenizer)),
+        TokenBytes(teacher.tokenizer(settings.teacher_tokenizer)),
+    )
 
 
 def _load_teacher(
