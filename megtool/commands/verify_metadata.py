@@ -83,7 +83,7 @@ def _config(source: CheckpointSource) -> ModelConfig | None:
     if (file := _config_file(source)) is None:
         return source.model.config if source.model is not None else None
     try:
-        values = json.loads(read_file(file))
+        values = json.loads(source.edited.get("config.json") or read_file(file))
         return detect_family(values).read_config(values)
     except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None

@@ -147,7 +147,7 @@ def plan_reshard(
         copies=copies,
         shares=average.shares if average else (),
         feeds=feeds,
-        options=repr((__version__, execution.digest.value, options.amax)),
+        options=repr((__version__, execution.digest.value, options.amax, source.pruning)),
         worker=_planning_worker(source, others, target, options.destination, execution),
     )
     inventory = take_inventory(source, target, plan)

@@ -282,6 +282,24 @@ def describe_kept(record: Mapping[str, Any]) -> list[str]:
     return out
 
 
+def _is_mtp(name: str) -> bool:
+    """Whether a canonical tensor, or its state, is of multi-token prediction."""
+    return name.rpartition(":")[2].startswith("mtp.")
+
+
+def _without_mtp(source: CheckpointSource) -> CheckpointSource:
+    """The checkpoint without the layers that predict further tokens, which have no scores."""
+    view = source.view
+    return replace(
+        source,
+        view=replace(
+            view,
+            placements={n: p for n, p in view.placements.items() if not _is_mtp(n)},
+            canonical={n: t for n, t in view.canonical.items() if not _is_mtp(n)},
+        ),
+    )
+
+
 def as_pruned(
     a: CheckpointSource, b: CheckpointSource
 ) -> tuple[CheckpointSource, CheckpointSource, str | None]:
@@ -302,10 +320,15 @@ def as_pruned(
         if record.get("sizes") != model_sizes(whole.config):
             continue
         parts = decode_record(record, whole.config, small.catalogue.root)
-        pruned = prune(whole, parts)
         text = (
             f"{small.path} is compared with the parts of {whole.path} that its record lists: "
             + ", ".join(describe_kept(record))
         )
+        if not any(map(_is_mtp, small.view.canonical)) and any(map(_is_mtp, whole.view.canonical)):
+            whole_view = _without_mtp(whole)
+            text += "; layers of multi-token prediction, which it lacks, are not compared"
+        else:
+            whole_view = whole
+        pruned = prune(whole_view, parts)
         return (pruned, b, text) if whole is a else (a, pruned, text)
     return a, b, None

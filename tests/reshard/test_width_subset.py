@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool import reshard, verify
+from megtool import quantize, reshard, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
@@ -24,7 +24,7 @@ from tests.support.checkpoints.trained import config, write
 from tests.support.checkpoints.trained_models import MODELS
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors
-from tests.support.models import tiny_llama
+from tests.support.models import tiny_llama, tiny_models
 
 HOPS = (
     {"to": "torch_dist", "optimizer_format": "fully_reshardable", "tp": 2, "pp": 2},
@@ -358,6 +358,40 @@ def test_experts_that_stay_are_those_a_router_without_the_others_chooses(tmp_pat
     assert (wanted - before).abs().max() > 1e-3
 
 
+def test_quantized_weights_are_decoded_and_cut(tmp_path: Path) -> None:
+    hf = tiny_models.llama(tmp_path / "hf")
+    save_scores(tmp_path / "scores", open_source(hf).config)
+    quantize(hf, tmp_path / "q", recipe="mxfp4", fsync=False)
+    reshard(tmp_path / "q", tmp_path / "whole", fsync=False)
+    options: dict[str, Any] = {"pruning_scores": tmp_path / "scores", "ffn_hidden_size": 128}
+    for source in ("q", "whole"):
+        reshard(tmp_path / source, tmp_path / f"of {source}", hidden_size=96, **options)
+    assert verify(tmp_path / "of q", tmp_path / "of whole").verdict == "equal"
+    assert not verify(tmp_path / "q", tmp_path / "of q").differences
+
+
+def test_an_interrupted_run_does_not_resume_with_other_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans of equal sizes differ by what they leave out."""
+    from megtool.reshard import execute
+
+    fingerprints = []
+    build = execute.build_plan
+
+    def watch(*args: Any, **options: Any) -> Any:
+        fingerprints.append((plan := build(*args, **options)).fingerprint)
+        return plan
+
+    monkeypatch.setattr(execute, "build_plan", watch)
+    hf = tiny_llama.save(tmp_path / "hf")
+    for seed in (0, 1, 1):
+        save_scores(tmp_path / "scores", open_source(hf).config, seed)
+        options: dict[str, Any] = {"pruning_scores": tmp_path / "scores", "dry_run": True}
+        reshard(hf, tmp_path / "out", hidden_size=16, **options)
+    assert fingerprints[0] != fingerprints[1] == fingerprints[2]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
@@ -440,6 +474,26 @@ def test_models_whose_parts_are_not_cut(
             pruning_scores=tmp_path / "scores",
             **sizes,
         )
+
+
+def test_a_model_without_its_further_layers_is_cut(tmp_path: Path, materialize: Any) -> None:
+    model = config(**MODELS["latent attention, a layer that predicts further, experts"])
+    write(tmp_path / "source", model, ParallelConfig(), materialize)
+    save_scores(tmp_path / "scores", model)
+    reshard(
+        tmp_path / "source",
+        tmp_path / "out",
+        pruning_scores=tmp_path / "scores",
+        exclude=["*mtp.*"],
+        hidden_size=8,
+        num_experts=2,
+    )
+    found = verify(tmp_path / "source", tmp_path / "out")
+    assert len(found.compared) > 100
+    assert found.verdict == "equal"
+    assert any("multi-token prediction, which it lacks" in note for note in found.notes)
+    args = open_checkpoint(tmp_path / "out").metadata["args"]
+    assert (args["hidden_size"], args["num_experts"], args["mtp_num_layers"]) == (8, 2, None)
 
 
 def test_a_config_that_cannot_say_the_sizes_is_refused(tmp_path: Path) -> None:

@@ -102,11 +102,11 @@ def align_batch(aligner: TokenAligner, batch: Batch, labels_BS: Tensor) -> Align
     """
     width = batch.shape[1]
     device = batch.tokens_BS.device
-    labels = labels_BS.tolist()
+    labels, token_rows = labels_BS.tolist(), batch.tokens_BS.tolist()
     taught_rows: list[list[int]] = []
     documents: list[list[int]] = []
     spans: list[tuple[int, list[int], list[int]]] = []
-    for row, (tokens, runs) in enumerate(zip(batch.tokens_BS.tolist(), _runs(batch), strict=True)):
+    for row, (tokens, runs) in enumerate(zip(token_rows, _runs(batch), strict=True)):
         taught: list[int] = []
         numbers: list[int] = []
         for number, (begin, end) in enumerate(runs):
@@ -123,9 +123,7 @@ def align_batch(aligner: TokenAligner, batch: Batch, labels_BS: Tensor) -> Align
         taught_rows.append(taught)
         documents.append(numbers)
     taught_width = max(1, *map(len, taught_rows))
-    own_spans = [
-        [(row * width + t - 1, int(batch.tokens_BS[row, t])) for t in own] for row, own, _ in spans
-    ]
+    own_spans = [[(row * width + t - 1, token_rows[row][t]) for t in own] for row, own, _ in spans]
     taught_spans = [
         [(row * taught_width + t - 1, taught_rows[row][t]) for t in others]
         for row, _, others in spans
