@@ -48,7 +48,9 @@ from megtool.train.features.layer_distillation import (
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.features.vocabulary_distillation import (
     SharedTokens,
+    SpanComparison,
     SpanDivergence,
+    VocabularyPair,
     align_batch,
     check_ranks,
 )
@@ -246,7 +248,7 @@ class DistillationFeature(TrainingFeature):
         MappingError: the vocabularies differ, or hidden states that are compared.
         LayoutError: the vocabularies are split differently, or layers that are compared.
 
-    `tokenizers` are the student's and the teacher's, for the losses between vocabularies.
+    `vocabularies` are the student's and the teacher's, for the losses between them.
     """
 
     def __init__(
@@ -259,8 +261,7 @@ class DistillationFeature(TrainingFeature):
         weight: float = 0.5,
         hidden_weight: float = 0.0,
         layers: str | None = None,
-        loss: str = "kl",
-        tokenizers: tuple[TokenBytes, TokenBytes] | None = None,
+        vocabularies: VocabularyPair | None = None,
     ) -> None:
         if temperature <= 0 or not 0 <= weight <= 1 or hidden_weight < 0:
             raise UsageError(
@@ -272,13 +273,11 @@ class DistillationFeature(TrainingFeature):
         self.teacher = self.chunks[-1]
         self._aligner: TokenAligner | None = None
         self._shared: SharedTokens | None = None
-        if tokenizers is not None:
+        if vocabularies is not None:
             check_between_vocabularies(student.groups.parallel, hidden_weight)
-            self._aligner = TokenAligner(*tokenizers)
-            if loss == "gold":
-                pairs = torch.tensor(tokenizers[0].shared(tokenizers[1])).view(-1, 2)
-                self._shared = SharedTokens(own_M=pairs[:, 0], taught_M=pairs[:, 1])
-                self._shared = self._shared.to(student.groups.device)
+            self._aligner = TokenAligner(vocabularies.own, vocabularies.taught)
+            if vocabularies.loss == "gold":
+                self._shared = vocabularies.shared_tokens(student.groups.device)
         else:
             check_vocabularies(student.config, self.teacher.config)
         if student.groups.tp.size > 1 and student.padded_vocab != self.teacher.padded_vocab:
@@ -316,7 +315,7 @@ class DistillationFeature(TrainingFeature):
                 check_vocabularies(source.config, teacher)
             else:
                 check_between_vocabularies(settings.layout, settings.distill_hidden_weight)
-                _read_tokenizers(settings, source, opened)
+                _read_vocabularies(settings, source, opened)
             plan_teacher_layout(settings.layout, source.config, teacher)
             if settings.distill_hidden_weight:
                 check_stages(settings.layout)
@@ -349,9 +348,11 @@ class DistillationFeature(TrainingFeature):
         """
         if settings.teacher is None:
             return None
-        tokenizers = None
+        vocabularies = None
         if settings.distill_loss != "kl" and inputs.source is not None:
-            tokenizers = _read_tokenizers(settings, inputs.source, open_decoder(settings.teacher))
+            vocabularies = _read_vocabularies(
+                settings, inputs.source, open_decoder(settings.teacher)
+            )
         return cls(
             stages[-1],
             _load_teacher(settings.teacher, settings, stages[-1], inputs.progress),
@@ -360,8 +361,7 @@ class DistillationFeature(TrainingFeature):
             weight=settings.distill_weight,
             hidden_weight=settings.distill_hidden_weight,
             layers=settings.distill_layers,
-            loss=settings.distill_loss,
-            tokenizers=tokenizers,
+            vocabularies=vocabularies,
         )
 
     @contextmanager
@@ -431,18 +431,24 @@ class DistillationFeature(TrainingFeature):
         with torch.no_grad():
             taught_x_TH, taught = _logits_head(self.teacher, self.teacher.hidden(spans.teacher))
         x_TH, student = _logits_head(head, x_TH)
+
+        def logits(x_NH: Tensor, weight_VH: Tensor) -> Tensor:
+            by_weight = replace(student, weight_VH=weight_VH)
+            return by_weight.logits(x_NH, head.config.vocab_size).float()
+
+        def taught_logits(x_NH: Tensor) -> Tensor:
+            return taught.logits(x_NH, self.teacher.config.vocab_size).float()
+
+        compared = SpanComparison(
+            spans=spans,
+            taught_x_TH=taught_x_TH,
+            logits=logits,
+            taught_logits=taught_logits,
+            shared=self._shared,
+            temperature=self.temperature,
+        )
         out: Tensor = SpanDivergence.apply(  # type: ignore[no-untyped-call]
-            x_TH,
-            student.weight_VH,
-            lambda x_NH, weight_VH: (
-                replace(student, weight_VH=weight_VH).logits(x_NH, head.config.vocab_size).float()
-            ),
-            lambda x_NH: taught.logits(x_NH, self.teacher.config.vocab_size).float(),
-            taught_x_TH,
-            spans,
-            self._shared,
-            self.temperature,
-            None,
+            x_TH, student.weight_VH, compared
         )
         return out
 
@@ -483,12 +489,13 @@ def check_between_vocabularies(layout: ParallelConfig, hidden_weight: float) -> 
         )
 
 
-def _read_tokenizers(
+def _read_vocabularies(
     settings: TrainConfig, source: CheckpointSource, teacher: CheckpointSource
-) -> tuple[TokenBytes, TokenBytes]:
-    return (
-        TokenBytes(source.tokenizer(settings.tokenizer)),
-        TokenBytes(teacher.tokenizer(settings.teacher_tokenizer)),
+) -> VocabularyPair:
+    return VocabularyPair(
+        own=TokenBytes(source.tokenizer(settings.tokenizer)),
+        taught=TokenBytes(teacher.tokenizer(settings.teacher_tokenizer)),
+        loss=settings.distill_loss,
     )
 
 

@@ -13,7 +13,7 @@ span's distributions p of the student and q of the teacher, summed over spans:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.config import ParallelConfig
-from megtool.data.token_alignment import TokenAligner
+from megtool.data.token_alignment import TokenAligner, TokenBytes
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 
@@ -33,8 +33,6 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 LEAST = 1e-8
 """The least probability of a token within a span, and of a token that both vocabularies have."""
 
-LOSSES = ("uld", "gold")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
@@ -43,9 +41,19 @@ class SharedTokens:
     own_M: Tensor
     taught_M: Tensor
 
-    def to(self, device: torch.device) -> SharedTokens:
-        """The tokens on a device."""
-        return SharedTokens(own_M=self.own_M.to(device), taught_M=self.taught_M.to(device))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyPair:
+    """The student's tokens, the teacher's, and whether `uld` or `gold` compares them."""
+
+    own: TokenBytes
+    taught: TokenBytes
+    loss: str = "uld"
+
+    def shared_tokens(self, device: torch.device) -> SharedTokens:
+        """The tokens that both have, on a device."""
+        pairs_M2 = torch.tensor(self.own.shared(self.taught), device=device).view(-1, 2)
+        return SharedTokens(own_M=pairs_M2[:, 0], taught_M=pairs_M2[:, 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,45 +229,47 @@ def _sorted_distance(own_GV: Tensor, taught_GV: Tensor) -> Tensor:
     return (p_GV - q_GV).abs().sum()
 
 
-class SpanDivergence(torch.autograd.Function):
-    """The loss of all spans, of both models' states; logits exist for some spans at a time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanComparison:
+    """What is compared with the student's states: those of the teacher, over the same spans.
 
-    Inputs are x_TH and the weight of the student's head, then `logits` of both models (functions of
-    states and weight), the teacher's states, spans of both sides, shared tokens, the temperature
-    and how many spans are computed at a time.
+    `logits` makes the student's of states and the weight of its head, `taught_logits` the
+    teacher's of states; both are float32 or wider. Without `shared` the loss is `uld`.
     """
 
+    spans: AlignedBatch
+    taught_x_TH: Tensor
+    logits: Callable[[Tensor, Tensor], Tensor]
+    taught_logits: Callable[[Tensor], Tensor]
+    shared: SharedTokens | None = None
+    temperature: float = 1.0
+
+
+class SpanDivergence(torch.autograd.Function):
+    """The loss of all spans, of the student's states and the weight of its head; logits exist for
+    some spans at a time."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        weight_VH: Tensor,
-        logits: Any,
-        taught_logits: Any,
-        taught_x_TH: Tensor,
-        spans: AlignedBatch,
-        shared: SharedTokens | None,
-        temperature: float,
-        chunk: int | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_VH: Tensor, compared: SpanComparison) -> Tensor:
         """The loss, and its gradients with it."""
-        wants = ctx.needs_input_grad[:2]
-        g_x_TH = torch.zeros_like(x_TH) if wants[0] else None
-        g_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants[1] else None
+        spans, temperature = compared.spans, compared.temperature
+        has_grad = ctx.needs_input_grad[:2]
+        g_x_TH = torch.zeros_like(x_TH) if has_grad[0] else None
+        g_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if has_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
-        for begin, end in _chunks(spans, max(weight_VH.shape[0], 1), chunk, x_TH.device.type):
+        for begin, end in _chunks(spans, max(weight_VH.shape[0], 1), x_TH.device.type):
             rows_N, tokens_N, ends_G = spans.own.slice(begin, end)
             taught_rows_N, taught_tokens_N, taught_ends_G = spans.taught.slice(begin, end)
             with torch.no_grad():
-                taught_NV = taught_logits(taught_x_TH[taught_rows_N])
+                taught_NV = compared.taught_logits(compared.taught_x_TH[taught_rows_N])
                 q_GV = merge_spans(taught_NV, taught_tokens_N, taught_ends_G, temperature)
             with torch.enable_grad():
-                x_NH = x_TH[rows_N].detach().requires_grad_(wants[0])
-                weight = weight_VH.detach().requires_grad_(wants[1])
-                p_GV = merge_spans(logits(x_NH, weight), tokens_N, ends_G, temperature)
-                loss = span_loss(p_GV, q_GV, shared)
+                x_NH = x_TH[rows_N].detach().requires_grad_(has_grad[0])
+                weight = weight_VH.detach().requires_grad_(has_grad[1])
+                p_GV = merge_spans(compared.logits(x_NH, weight), tokens_N, ends_G, temperature)
+                loss = span_loss(p_GV, q_GV, compared.shared)
             total += loss.detach().float()
-            inputs = [t for t, wanted in ((x_NH, wants[0]), (weight, wants[1])) if wanted]
+            inputs = [t for t in (x_NH, weight) if t.requires_grad]
             if not inputs:
                 continue
             gradients = list(torch.autograd.grad(loss, inputs))
@@ -278,14 +288,12 @@ class SpanDivergence(torch.autograd.Function):
         g_x_TH, g_weight_VH = ctx.saved_tensors
         by_x = None if g_x_TH is None else g_x_TH * g.to(g_x_TH.dtype)
         by_weight = None if g_weight_VH is None else (g_weight_VH * g).to(ctx.dtype)
-        return by_x, by_weight, *(None,) * 7
+        return by_x, by_weight, None
 
 
-def _chunks(
-    spans: AlignedBatch, vocab_size: int, chunk: int | None, device: str
-) -> Iterator[tuple[int, int]]:
+def _chunks(spans: AlignedBatch, vocab_size: int, device: str) -> Iterator[tuple[int, int]]:
     """Ranges of spans whose logits are few enough to be in memory together."""
-    most = chunk or max(1, CHUNK.get(device, CHUNK["cuda"]) // vocab_size)
+    most = max(1, CHUNK.get(device, CHUNK["cuda"]) // vocab_size)
     ends = torch.maximum(spans.own.ends_G, spans.taught.ends_G).tolist()
     begin = first = 0
     for number, end in enumerate(ends):

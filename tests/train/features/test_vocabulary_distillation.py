@@ -27,7 +27,7 @@ from megtool.train.features.distillation import (
     DistillationFeature,
     check_between_vocabularies,
 )
-from megtool.train.features.vocabulary_distillation import align_batch
+from megtool.train.features.vocabulary_distillation import VocabularyPair, align_batch
 from tests.support.errors import raises
 from tests.support.models.taught_decoders import STUDENT, TEACHER, build
 from tests.support.models.tiny_vocabularies import CORPUS, save_tokenizer
@@ -117,8 +117,7 @@ def test_a_step_has_the_loss_of_the_formulas(
         num_microbatches=1,
         temperature=T,
         weight=1.0,
-        loss=loss,
-        tokenizers=both,
+        vocabularies=VocabularyPair(own=own, taught=taught, loss=loss),
     )
     schedule = PipelineSchedule(student, num_microbatches=1, objective=feature.objective)
     with feature.around_passes(0, batch):
@@ -271,8 +270,7 @@ def test_the_losses_are_those_of_trl(both: tuple[TokenBytes, TokenBytes], tmp_pa
             num_microbatches=1,
             temperature=T,
             weight=1.0,
-            loss=loss,
-            tokenizers=both,
+            vocabularies=VocabularyPair(own=own, taught=taught, loss=loss),
         )
         schedule = PipelineSchedule(student, num_microbatches=1, objective=feature.objective)
         with feature.around_passes(0, batch):
