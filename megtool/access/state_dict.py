@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,20 +21,26 @@ from megtool.access.extra_states import (
     warn_kept,
 )
 from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfits, require_memory
-from megtool.access.naming import NamedTensors, fitting_namings, seat_of
+from megtool.access.naming import NamedTensors, fitting_namings, name_as_stored, seat_of
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.access.wrapped_names import find_unwrapped
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats import open_checkpoint as open_format
 from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
+from megtool.convert.identity import is_optimizer_state
 from megtool.convert.rank_tensors import LocalTensor, cut_local
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.gc_pause import paused_collection
+from megtool.reshard.open_source import parse_iteration
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
     from torch import nn
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,18 +148,24 @@ def load_state_dict(
     if rank is not None:
         seat_of(layout, rank)
     state = _state_of(model)
-    checkpoint = open_checkpoint(
-        location, family=family, like=like, iteration=iteration, optimizer=False
-    )
     requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
     require_memory([w.name for w in requests if w.local.is_meta])
     names = [w.name for w in requests if not is_extra_state(w.name)] or [w.name for w in requests]
-    named = choose_naming(checkpoint, names, naming, parallel, rank or 0)
+    is_plain = naming in (None, "stored") and rank is None and family is None and like is None
+    opened = _open_as_named(location, requests, iteration) if is_plain else None
+    if isinstance(location, Checkpoint) or opened is None:
+        checkpoint = open_checkpoint(
+            location, family=family, like=like, iteration=iteration, optimizer=False
+        )
+        named = choose_naming(checkpoint, names, naming, parallel, rank or 0)
+        opened = checkpoint.source.catalogue, named
+        location = checkpoint.location
+    catalogue, named = opened
     stored = _stored_names(named, state)
-    present, missing = check_fit(checkpoint, named, stored, requests, state, strict=strict)
+    present, missing = check_fit(location, named, stored, requests, state, strict=strict)
     extra = [key for name, key in stored.items() if is_extra_state(name)]
-    refuse_foreign_states(checkpoint.source.catalogue, extra)
-    reader = BoxReader(checkpoint.source.catalogue, named.source, named.target, threads=threads)
+    refuse_foreign_states(catalogue, extra)
+    reader = BoxReader(catalogue, named.source, named.target, threads=threads)
     tensors = {name: named.tensors[key] for name, key in stored.items()}
     try:
         fill_tensors(reader, tensors, present, progress)
@@ -160,7 +173,7 @@ def load_state_dict(
         e.add_hint(FILLED_IN_PART)
         raise
     _give_copies(model, state, stored)
-    warn_kept(kept_states(state, stored), checkpoint.location)
+    warn_kept(kept_states(state, stored), location)
     used = set(stored.values())
     return LoadReport(
         naming=named.naming,
@@ -211,6 +224,40 @@ def _give_copies(
 def _storage(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr() if local.numel() else 0
+
+
+def _open_as_named(
+    location: str | Path | Checkpoint,
+    requests: Sequence[TensorRequest],
+    iteration: int | str | None,
+) -> tuple[Catalogue, NamedTensors] | None:
+    """A Hugging Face folder or safetensors file that has all tensors by these names, or None.
+
+    Which model it is need not be known then, and headers are read sooner than that is found out.
+    """
+    if isinstance(location, Checkpoint):
+        return None
+    step = parse_iteration(None if iteration is None else str(iteration))
+    catalogue = open_format(location, iteration=step)
+    if catalogue.format not in ("hf", "safetensors") or _missing(requests, catalogue):
+        return None
+    for warning in catalogue.warnings:
+        _LOG.warning("%s", warning)
+    if any(is_optimizer_state(t.name) for t in catalogue.tensors):
+        catalogue = catalogue.select(lambda name: not is_optimizer_state(name))
+    return catalogue, name_as_stored(catalogue)
+
+
+def _missing(requests: Sequence[TensorRequest], names: Container[str]) -> list[str]:
+    """The names of tensors that are not among `names`.
+
+    Extra states are not counted, nor is a tensor that shares its memory with one that is there.
+    """
+    absent = [w for w in requests if w.name not in names and not is_extra_state(w.name)]
+    if not absent:
+        return []
+    filled = {_place(w.local) for w in requests if w.name in names}
+    return [w.name for w in absent if not w.num_bytes or _place(w.local) not in filled]
 
 
 def choose_naming(
@@ -266,7 +313,7 @@ def _stored_names(named: NamedTensors, state: Mapping[str, Any]) -> dict[str, st
 
 
 def check_fit(
-    checkpoint: Checkpoint,
+    location: str | Path,
     named: NamedTensors,
     stored: Mapping[str, str],
     requests: Sequence[TensorRequest],
@@ -276,21 +323,12 @@ def check_fit(
 ) -> tuple[list[TensorRequest], list[str]]:
     """What can be filled, and the names of what cannot; `stored` says what is there.
 
-    A tensor that shares its memory with one that is filled needs no tensor of its own.
-
     Raises:
         MappingError: tensors are missing (if `strict`), have other shapes, or cannot hold what is
             stored: all are named.
     """
     present = [w for w in requests if w.name in stored]
-    filled = {_place(w.local) for w in present}
-    missing = [
-        w.name
-        for w in requests
-        if w.name not in stored
-        and not is_extra_state(w.name)
-        and (not w.num_bytes or _place(w.local) not in filled)
-    ]
+    missing = _missing(requests, stored)
     misshapen = {
         w.name: f"{w.name} is {list(w.shape)}, and here {list(shape)}"
         for w in present
@@ -303,7 +341,7 @@ def check_fit(
         missing=missing if strict else [],
         misshapen=misshapen,
         mistyped=mistyped,
-        file=checkpoint.location,
+        file=location,
         hint=hint
         if misshapen or mistyped
         else f"{hint} strict=False leaves what is missing as it is",

@@ -97,6 +97,8 @@ def whole_tensor(tensor: GlobalTensor) -> LocalTensor:
 
 def cut_local(local: LocalTensor, lo: Sequence[int], hi: Sequence[int], name: str) -> LocalTensor:
     """The box `lo:hi` of a rank's tensor as a tensor called `name`."""
+    if hi == local.shape and not any(lo):
+        return replace(local, name=name)
     boxes, offsets = [], []
     for (a, b), offset in zip(local.boxes, local.offsets, strict=True):
         first = [max(x, o) for x, o in zip(lo, offset, strict=True)]

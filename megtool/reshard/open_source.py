@@ -314,6 +314,7 @@ def bind_names(
     try:
         side = read(catalogue.tensors)
     except MappingError as e:
+        e.file = e.file or str(catalogue.root)
         config, has_family = None, model is not None and model.family is not None
         if model is not None and isinstance(e, UnknownTensorsError):
             # Of a model that is known, more tensors than a table has: all keep their names.

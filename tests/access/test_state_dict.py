@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,23 @@ def test_tied_tensors_need_one_of_their_names(llama: Path, tmp_path: Path) -> No
     report = megtool.load_state_dict(other, tmp_path / "tied")
     assert not report.missing
     assert other.lm_head.weight.equal(model.lm_head.weight)
+
+
+def test_whose_names_fit_needs_no_model_that_is_known(
+    llama: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """A configuration of another model is in nobody's way where names and shapes are the same."""
+    folder = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with raises(MappingError, file=folder):
+        megtool.open(folder)
+    model = build(llama)
+    report = megtool.load_state_dict(model, folder)
+    assert (report.naming, report.num_tensors) == ("stored", len(tensors))
+    assert all(t.equal(tensors[n]) for n, t in model.state_dict().items())
+    with raises(MappingError, file=folder):  # for one name more, whose model it is matters
+        megtool.load_state_dict({**model.state_dict(), "more": torch.zeros(3)}, folder)
 
 
 def test_a_model_without_memory_is_told_how_to_get_some(llama: Path) -> None:
