@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import megatron_world
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import trained_world
+from gloo_ranks import run_ranks
 from megatron_world import VOCAB, build, sharded
 
 SEQUENCE, BATCH, DECAY_STEPS = 16, 2, 200
@@ -30,27 +28,14 @@ SEQUENCE, BATCH, DECAY_STEPS = 16, 2, 200
 
 def main() -> None:
     options = json.loads(sys.argv[2])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        work, (store.port, options), nprocs=options.get("world", 1), start_method="fork"
-    )
+    run_ranks(work, options.get("world", 1), options)
 
 
-def work(rank: int, port: int, options: dict[str, Any]) -> None:
+def work(rank: int, options: dict[str, Any]) -> None:
     """One process of a run."""
-    warnings.filterwarnings("ignore")
     world = options.get("world", 1)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-    }
     torch.set_num_threads(1)
     trained_world.pretend_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
 
     options = {"layout": {}, "world": world, "dropout": 0.0, **options}

@@ -10,19 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gloo_ranks import run_ranks
 from hybrid_layers import Norm, stack_spec, stub_kernels
 from megatron_world import ITERATION, fill
 
@@ -76,31 +74,16 @@ INDEXER: dict[str, Any] = {
 def main() -> None:
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = options["tp"] * options["pp"]
-    mp.start_processes(
-        work, (action, folder, store.port, world, options), nprocs=world, start_method="fork"
-    )
+    run_ranks(work, world, action, folder, options)
 
 
-def work(
-    rank: int, action: str, folder: str, port: int, world: int, options: dict[str, Any]
-) -> None:
+def work(rank: int, action: str, folder: str, options: dict[str, Any]) -> None:
     """One process: stub kernels and devices, then act."""
-    warnings.filterwarnings("ignore")
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-    }
     stub_kernels()
     cpu = torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: cpu
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(options["tp"], options["pp"])

@@ -16,14 +16,13 @@ import os
 import sys
 import types
 import typing
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import typing_extensions
+from gloo_ranks import run_ranks
 from megatron_world import FFN, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, build, fill, sharded
 from trained_world import pretend_cuda, step, with_optimizer
 from trained_world import save as dump
@@ -33,29 +32,18 @@ SEED = 7
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(work, (store.port, options), nprocs=options["world"], join=True)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    run_ranks(work, options["world"], options, method="spawn")
 
 
-def work(rank: int, port: int, options: dict[str, Any]) -> None:
+def work(rank: int, options: dict[str, Any]) -> None:
     """One process: every run in turn."""
-    warnings.filterwarnings("ignore")
-    os.environ |= {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(options["world"]),
-        "LOCAL_RANK": str(rank),
-    }
     pretend_cuda()
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda *_: None
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)
     if not hasattr(typing, "override"):  # which the wheel takes from Python 3.12
         typing.override = typing_extensions.override
-    dist.init_process_group("gloo", rank=rank, world_size=options["world"])
     import megtool
 
     for run in options["runs"]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import warnings
 from typing import Any
 
 import megatron_world
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import run_ranks
 from megatron_world import VOCAB, build, sharded
 from trained_world import pretend_cuda
 
@@ -27,23 +25,12 @@ LENGTH, BATCH = 8, 2
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(work, (store.port, options), nprocs=options["world"], join=True)
+    run_ranks(work, options["world"], options, method="spawn")
 
 
-def work(rank: int, port: int, options: dict[str, Any]) -> None:
+def work(rank: int, options: dict[str, Any]) -> None:
     """One process: every run in turn."""
-    warnings.filterwarnings("ignore")
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(options["world"]),
-        "LOCAL_RANK": str(rank),
-    }
     pretend_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=options["world"])
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 

@@ -13,16 +13,13 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, ITERATION = 4, 32, 4, 2, 48, 64, 7
 
@@ -41,31 +38,16 @@ def start(work: Callable[..., None]) -> None:
     """Run `work` as all ranks, by the action, the folder and the options of the command line."""
     action, folder = sys.argv[1:3]
     options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        work,
-        (action, folder, store.port, options),
-        nprocs=options.get("world", 2),
-        start_method="fork",
-    )
+    from gloo_ranks import run_ranks  # beside this script
+
+    run_ranks(work, options.get("world", 2), action, folder, options)
 
 
-def work(rank: int, action: str, folder: str, port: int, options: dict[str, Any]) -> None:
+def work(rank: int, action: str, folder: str, options: dict[str, Any]) -> None:
     """One process: set up what megatron-core expects of a GPU, then act under each layout."""
-    warnings.filterwarnings("ignore")
-    world = options.get("world", 2)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-    }
     cpu = torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: cpu
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
 
     for layout in options["layouts"]:

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import megatron_world
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import run_ranks
 from trained_world import pretend_cuda
 
 SIZES = {"HIDDEN": 128, "HEADS": 4, "GROUPS": 2, "FFN": 256, "VOCAB": 384, "LAYERS": 2}
@@ -33,24 +31,12 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     for name, size in SIZES.items():
         setattr(megatron_world, name, size)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = options.get("world", 1)
-    mp.start_processes(work, (store.port, options, world), nprocs=world, start_method="fork")
+    run_ranks(work, options.get("world", 1), options)
 
 
-def work(rank: int, port: int, options: dict[str, Any], world: int) -> None:
+def work(rank: int, options: dict[str, Any]) -> None:
     """One process."""
-    warnings.filterwarnings("ignore")
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-    }
     pretend_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 

@@ -18,14 +18,12 @@ import json
 import os
 import runpy
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import filesystem
 from torch.overrides import TorchFunctionMode
 
@@ -79,26 +77,14 @@ def pretend_cuda() -> None:
 def main() -> None:
     folder = sys.argv[1]
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        work, (folder, store.port, options), nprocs=options.get("world", 2), start_method="fork"
-    )
+    from gloo_ranks import run_ranks  # beside this script
+
+    run_ranks(work, options.get("world", 2), folder, options)
 
 
-def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
-    warnings.filterwarnings("ignore")
-    world = options.get("world", 2)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "NVTE_CPU_OFFLOAD_V1": "0",
-    }
+def work(rank: int, folder: str, options: dict[str, Any]) -> None:
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = "0"
     pretend_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
 
     tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import run_ranks
 
 
 def attend(
@@ -133,22 +131,14 @@ def fused_name(name: str) -> str:
 def main() -> None:
     source, inputs, *more = sys.argv[1:]
     tp = int(more[0]) if more else 1
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(work, (source, inputs, store.port, tp), nprocs=tp, start_method="fork")
+    run_ranks(work, tp, source, inputs, tp)
 
 
-def work(rank: int, source: str, inputs: str, port: int, tp: int) -> None:
+def work(rank: int, source: str, inputs: str, tp: int) -> None:
     """One tensor rank; the first prints."""
-    warnings.filterwarnings("ignore")
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
-    dist.init_process_group("gloo", rank=rank, world_size=tp)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

@@ -13,9 +13,7 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import hybrid_world
 import megatron_world
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import run_ranks
 from megatron_world import (
     FFN,
     GROUPS,
@@ -89,28 +87,14 @@ def pretend_cuda() -> None:
 
 def main() -> None:
     action, options = sys.argv[1], json.loads(sys.argv[2])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        work, (action, store.port, options), nprocs=options.get("world", 2), start_method="fork"
-    )
+    run_ranks(work, options.get("world", 2), action, options)
 
 
-def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
+def work(rank: int, action: str, options: dict[str, Any]) -> None:
     """One process: one layout, one optimizer, one action."""
-    warnings.filterwarnings("ignore")
-    world = options.get("world", 2)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-    }
     pretend_cuda()
     if "pattern" in options:
         hybrid_world.stub_kernels()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     from megatron.core import parallel_state
 
     layout = options["layout"]
