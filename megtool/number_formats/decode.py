@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError
-from megtool.number_formats import fp8, int4, int8, mxfp4, nvfp4
+from megtool.number_formats import fp8, gguf, int4, int8, mxfp4, nvfp4
 from megtool.number_formats.packed_parts import Index, PackedPart, factors, scale, trimmed
 
 CODES = "codes"
@@ -37,6 +37,7 @@ FORMATS: Mapping[str, Codes] = {
     "int4rows": int4.codes_of_row_pairs,
     "mxfp4": mxfp4.codes,
     "nvfp4": nvfp4.codes,
+    "nvfp4blocks": gguf.codes_of_nvfp4,
 }
 """Number formats by the first word of a packing (`fp8:128x128`)."""
 

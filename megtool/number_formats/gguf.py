@@ -13,8 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError, MissingPackageError
+from megtool.number_formats.packed_parts import PackedPart
 
 _PREFIX = "gguf:"
+NVFP4_ROWS = "gguf:NVFP4"
+"""The packing of NVFP4 blocks alone; with a scale of the whole weight it is `NVFP4_BLOCKS`."""
+NVFP4_BLOCKS = "nvfp4blocks:16"
 _E4M3_NAN = 0x7F
 
 
@@ -79,6 +83,16 @@ def encode(
             hint="write it as f32 or bf16",
         ) from e
     return np.ascontiguousarray(out).view(np.uint8).reshape(values.shape[0], want)
+
+
+def codes_of_nvfp4(raw: NDArray[np.uint8], part: PackedPart) -> NDArray[np.float32]:
+    """NVFP4 blocks, uint8 `[..., blocks, 36]`, as float32 `[..., 64 * blocks]`, each times its own
+    scale.
+    """
+    rows = raw.reshape(-1, raw.shape[-2] * raw.shape[-1])
+    elements, _ = block("NVFP4")
+    out = decode(rows, NVFP4_ROWS, raw.shape[-2] * elements)
+    return out.reshape(*raw.shape[:-2], -1)
 
 
 def pack_nvfp4(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -86,9 +86,9 @@ def _entries(catalogue: Catalogue, number: int) -> Iterator[_Entry]:
 
 
 def _open_gguf(path: Path) -> Catalogue:
-    from megtool.checkpoint.formats.gguf import open_checkpoint
+    from megtool.checkpoint.formats.gguf import open_as_stored
 
-    return open_checkpoint(path)
+    return open_as_stored(path)
 
 
 def _open_safetensors(path: Path) -> Catalogue:

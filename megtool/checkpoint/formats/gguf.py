@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, Extents, StoredFile
+from megtool.checkpoint.catalogue import (
+    Catalogue,
+    Extents,
+    IgnoredTensor,
+    StoredFile,
+    StoredPart,
+)
 from megtool.checkpoint.formats.gguf_header import GgufEntry, GgufHeader, read_header
 from megtool.checkpoint.formats.header_reader import check_inside, read_start
 from megtool.errors import FormatError, UsageError
+from megtool.number_formats.decode import CODES, SCALE
+from megtool.number_formats.gguf import NVFP4_BLOCKS, NVFP4_ROWS, block
+from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
 
@@ -28,7 +38,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     """The catalogue of a GGUF file, or of all parts of a split one, given any part.
 
     Shapes are row-major, the reverse of what GGUF calls `ne`. Tensors in a block format are
-    float32 with `packing` `gguf:NAME`. `metadata` holds `gguf` (all key-values; arrays as lists)
+    float32 with `packing` `gguf:NAME`; NVFP4 weights that have a scale of the whole (`NAME.scale`)
+    are of two parts. `metadata` holds `gguf` (all key-values; arrays as lists)
     and `architecture`.
 
     Raises:
@@ -45,6 +56,16 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     if type(count) is int and count > 1:
         return _open_parts(path, count)
     return _catalogue(path, [file], [header])
+
+
+def open_as_stored(path: Path) -> Catalogue:
+    """The catalogue of one file with every stored tensor as one of its own.
+
+    Raises:
+        FormatError: the header is truncated, hostile, or of an unsupported version.
+    """
+    file = StoredFile.stat(path, "")
+    return _catalogue(path, [file], [read_header(path, file.size)], as_stored=True)
 
 
 def _open_parts(path: Path, count: int) -> Catalogue:
@@ -81,14 +102,27 @@ def _open_parts(path: Path, count: int) -> Catalogue:
     return _catalogue(path.parent, files, headers)
 
 
-def _catalogue(root: Path, files: list[StoredFile], headers: list[GgufHeader]) -> Catalogue:
+def _catalogue(
+    root: Path, files: list[StoredFile], headers: list[GgufHeader], *, as_stored: bool = False
+) -> Catalogue:
     entries: list[tuple[int, int, GgufEntry]] = [
         (row, h.start + e.offset, e)
         for row, h in enumerate(headers)
         for e in sorted(h.entries, key=lambda e: e.offset)
     ]
+    packed, ignored = (
+        ({}, {})
+        if as_stored
+        else _pair_scales(entries, [root / f.path if f.path else root for f in files])
+    )
+    entries = [e for e in entries if e[2].name not in ignored]
     tensors = [
-        GlobalTensor(name=e.name, shape=e.shape, dtype=e.dtype, packing=e.packing)
+        GlobalTensor(
+            name=e.name,
+            shape=e.shape,
+            dtype=e.dtype,
+            packing=NVFP4_BLOCKS if e.name in packed else e.packing,
+        )
         for _, _, e in entries
     ]
     file = np.array([row for row, _, _ in entries], np.int32)
@@ -108,6 +142,66 @@ def _catalogue(root: Path, files: list[StoredFile], headers: list[GgufHeader]) -
             length=np.array([e.num_bytes for _, _, e in entries], np.int64),
         ),
         metadata={"gguf": values, "architecture": values.get("general.architecture")},
+        packed=packed,
+        ignored=[IgnoredTensor(name=n, reason=r, num_bytes=b) for n, (r, b) in ignored.items()],
     )
     out.check()
     return out
+
+
+def _pair_scales(
+    entries: Sequence[tuple[int, int, GgufEntry]], paths: Sequence[Path]
+) -> tuple[dict[str, tuple[StoredPart, ...]], dict[str, tuple[str, int]]]:
+    """The parts of NVFP4 weights that a tensor `NAME.scale` multiplies, of one number or one for
+    each expert; and the tensors that are none of the model's: why, and their bytes.
+
+    Source: `_nvfp4_pack` of llama.cpp's conversion/base.py.
+
+    Raises:
+        FormatError: a scale has another shape.
+    """
+    by_name = {e.name: (file, start, e) for file, start, e in entries}
+    packed: dict[str, tuple[StoredPart, ...]] = {}
+    ignored: dict[str, tuple[str, int]] = {}
+    for file, start, e in entries:
+        if e.packing != NVFP4_ROWS or not e.name.endswith(".weight"):
+            continue
+        stem = e.name.removesuffix("weight")
+        if (activation := by_name.get(f"{stem}input_scale")) is not None:
+            ignored[activation[2].name] = "the scale of its inputs", activation[2].num_bytes
+        scale = by_name.get(f"{stem}scale")
+        if scale is None:
+            continue
+        of_experts = len(e.shape) > 2 and scale[2].shape == e.shape[:1]
+        if scale[2].dtype.name != "float32" or not (of_experts or scale[2].shape == (1,)):
+            raise FormatError(
+                f"{scale[2].name!r}, the scale of a weight {list(e.shape)}, is {scale[2].dtype} "
+                f"{list(scale[2].shape)}",
+                file=paths[file],
+                tensor=e.name,
+                hint="one float32 number for the weight, or one for each expert",
+            )
+        elements, num_bytes = block("NVFP4")
+        last = len(e.shape) - 1
+        codes = PackedPart(
+            role=CODES,
+            dtype="uint8",
+            shape=(*e.shape[:-1], e.shape[-1] // elements, num_bytes),
+            spans=(
+                *(PartSpan(d) for d in range(last)),
+                PartSpan(last, elements),
+                PartSpan(WHOLE),
+            ),
+        )
+        whole = PackedPart(
+            role=SCALE,
+            dtype="float32",
+            shape=scale[2].shape,
+            spans=(PartSpan(0 if of_experts else WHOLE),),
+        )
+        ignored[scale[2].name] = f"it is part of {e.name}", scale[2].num_bytes
+        packed[e.name] = (
+            StoredPart(part=codes, file=file, offset=start),
+            StoredPart(part=whole, file=scale[0], offset=scale[1]),
+        )
+    return packed, ignored

@@ -80,6 +80,50 @@ def test_numbers_are_those_of_the_folder(
             assert (t.data == theirs[name].data).all()
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("llama", {}), ("qwen3-moe", {"moe_intermediate_size": 64})]
+)
+def test_files_are_read_back(model: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """Weights times their scales, whole and in part, at any layout; other scales are left out."""
+    quantized = save(tmp_path, model, **sizes)
+    export_gguf(quantized, tmp_path / "model.gguf", outtype="nvfp4")
+    want = megtool.open(quantized, framework="torch").as_("hf")
+    found = megtool.open(tmp_path / "model.gguf", framework="torch").as_("hf")
+    assert [*found] == [*want]
+    for name in found:
+        is_block = "proj" in name and want[name].ndim > 1
+        near = 1e-6 if is_block else torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(found[name][:].float(), want[name][:].float(), rtol=near, atol=0)
+    name = next(n for n in found if n.endswith("down_proj.weight"))
+    box = np.s_[3:9, 5:61]
+    torch.testing.assert_close(found[name][box], want[name][:][box].float(), rtol=1e-6, atol=0)
+    options = {"dtype": "float32", "fsync": False}
+    megtool.reshard(tmp_path / "model.gguf", tmp_path / "tp2", to="torch_dist", tp=2, **options)
+    megtool.reshard(tmp_path / "tp2", tmp_path / "moved", to="hf", **options)
+    moved = megtool.open(tmp_path / "moved", framework="torch").tensors
+    assert all(moved[n][:].equal(found[n][:].float()) for n in found)
+
+
+def test_scales_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    codes = np.zeros((4, 36), np.uint8)
+    kind = gguf.GGMLQuantizationType.NVFP4
+    writer.add_tensor("blk.0.attn_q.weight", codes, raw_dtype=kind)
+    writer.add_tensor("blk.0.attn_q.scale", np.ones(3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with raises(
+        FormatError,
+        "'blk.0.attn_q.scale', the scale of a weight [4, 64], is float32 [3]",
+        file=tmp_path / "model.gguf",
+        tensor="blk.0.attn_q.weight",
+        hint="one float32 number",
+    ):
+        megtool.open(tmp_path / "model.gguf")
+
+
 def test_codes_and_scales_are_those_of_the_folder(tmp_path: Path) -> None:
     quantized = save(tmp_path)
     export_gguf(quantized, tmp_path / "model.gguf", outtype="nvfp4")
