@@ -199,6 +199,7 @@ _STORAGE_IDS = {
 ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
     UsageError: {
         "option-without-effect": "an option could have no effect with the others, or on this model",
+        "learned-rounding": "learned rounding runs in one process, and not on this model",
     },
     DestinationError: {
         "destination-exists": "the destination exists; `--overwrite` replaces it",

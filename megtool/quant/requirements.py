@@ -16,7 +16,8 @@ class CalibrationRequirements:
 
     `data`: any activation statistics; `gram`: the Gram matrix of inputs (`normalized_gram`: of
     token-normalized inputs); `sample`: sampled input rows; `sequential`: later layers see the
-    outputs of this layer after quantization.
+    outputs of this layer after quantization. `learned`: its rounding is learned from the outputs of
+    the layer, quantized and not.
     """
 
     data: bool = False
@@ -24,6 +25,7 @@ class CalibrationRequirements:
     normalized_gram: bool = False
     sample: bool = False
     sequential: bool = False
+    learned: bool = False
 
 
 def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequirements:
@@ -46,12 +48,18 @@ def derive_requirements(recipe: Recipe, decision: Decision) -> CalibrationRequir
     clips = config.clips_inputs and format.number.calibrates
     sample = rounds and (searches or clips or (smooths and config.alpha is None))
     sample |= config.compensates_inputs(format)
+    learned = config.learns_rounding(format)
     return CalibrationRequirements(
-        data=(format.number.calibrates and not format.input_amax) or gram or sample or smooths,
+        data=(format.number.calibrates and not format.input_amax)
+        or gram
+        or sample
+        or smooths
+        or learned,
         gram=gram,
         normalized_gram=gram and config.normalize_tokens,
         sample=sample,
-        sequential=config.gptq and format.number.scaling in ("group", "channel"),
+        sequential=(config.gptq and format.number.scaling in ("group", "channel")) or learned,
+        learned=learned,
     )
 
 

@@ -8,7 +8,12 @@ from typing import Any, Literal
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.algorithm import METHODS
-from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, can_smooth
+from megtool.quant.recipes.formats import (
+    INPUT_PACKINGS,
+    RecipeFormat,
+    can_smooth,
+    chooses_codes,
+)
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe
 
@@ -35,6 +40,9 @@ class AlgorithmConfig:
             `damping`, `shrinkage` (see `gptq.damp_gram`), `desc_act`, and `refinements`, the number
             of alternating passes over codes and scales.
         compensate_inputs: with `gptq`, weights also make up for the rounding of inputs.
+        learned_rounding: codes and scales are then learned from the output error of the layer, in
+            `steps` of `batch_size` rows, the first by `learning_rate` (0: 1 / `steps`; see
+            `algorithms.learned_rounding`).
         normalize_tokens: divide each token's contribution to the second moments by the norm of its
             input.
         fold: use a smoothing scale only where the preceding norm can absorb it.
@@ -55,6 +63,10 @@ class AlgorithmConfig:
     damping: float = 0.01
     shrinkage: float = 0.0
     compensate_inputs: bool = False
+    learned_rounding: bool = False
+    steps: int = 200
+    batch_size: int = 8
+    learning_rate: float = 0.0
     normalize_tokens: bool = False
     desc_act: bool = True
     refinements: int = 2
@@ -81,6 +93,10 @@ class AlgorithmConfig:
     def compensates_inputs(self, format: RecipeFormat) -> bool:
         """Whether weights of `format` make up for the rounding of inputs."""
         return self.gptq and self.compensate_inputs and format.algo in INPUT_PACKINGS
+
+    def learns_rounding(self, format: RecipeFormat) -> bool:
+        """Whether the rounding of weights in `format` is learned."""
+        return self.learned_rounding and chooses_codes(format)
 
     def without_smoothing(self) -> AlgorithmConfig:
         """The same configuration without a smoothing scale."""
@@ -141,6 +157,8 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
         return AlgorithmConfig(smoothing="awq", **options)
     if name == "gptq":
         return AlgorithmConfig(gptq=True, **options)
+    if name == "learned_rounding":
+        return AlgorithmConfig(learned_rounding=True, **options)
     if name == "mse":
         return AlgorithmConfig(mse=True, input_observer="mse", **options)
     if name in ("none", "max"):

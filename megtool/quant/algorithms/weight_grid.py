@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from megtool.quant.fake_quant.fake_quantize import second_scale
 from megtool.quant.fake_quant.rounding_torch import (
     E2M1_LARGEST,
+    E2M1_VALUES,
     E4M3_LARGEST,
     block_scale,
     plain_scale,
@@ -125,6 +126,12 @@ class Grid:
         twice = codes.abs().mul_(2).to(torch.int64)
         bits = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.int8)[twice]
         return torch.where(codes < 0, bits + 8, bits)
+
+    def code_values(self, codes: Tensor) -> Tensor:
+        """The values of codes as `stored_codes` gives them, float32."""
+        if self.is_integer:
+            return codes.float()
+        return E2M1_VALUES[codes.long() & 15]
 
     def requantize(self, values: Tensor, global_amax: float | None) -> Tensor:
         """Round dequantized integers to FP8, for formats whose engines multiply in FP8."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
 from megtool.model.batch import Batch
+from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.calibration_file import CalibrationFile
@@ -82,6 +83,10 @@ def calibrate(
     sequential = settings.sequential
     if sequential is None:
         sequential = any(derive_requirements(recipe, d).sequential for d in decisions)
+    learned = any(derive_requirements(recipe, d).learned for d in decisions)
+    if learned:
+        _check_learned(source.config, groups)
+        sequential = True
     micro_batches = split_batches(batches, source.config)
     resume = None
     if settings.resume_folder is not None:
@@ -109,6 +114,7 @@ def calibrate(
         ranks=RankSync(groups=groups),
         micro_batches=shard_micro_batches(micro_batches, groups),
         sequential=sequential,
+        learned=learned,
         settings=settings,
         resume=resume,
         progress=progress,
@@ -129,6 +135,27 @@ def calibrate(
         statistics=statistics,
         qparams=qparams,
     )
+
+
+def _check_learned(config: ModelConfig, groups: ProcessGroups) -> None:
+    """Check that the rounding of a model can be learned here.
+
+    Raises:
+        UsageError: on several ranks, or layers read more than the residual.
+    """
+    if groups.world.size > 1:
+        raise UsageError(
+            f"learned rounding runs in one process, and there are {groups.world.size}",
+            hint="start one process without --tp, --pp, --ep, --cp; layers are loaded one by one",
+            error_id="learned-rounding",
+        )
+    if config.has_side_inputs:
+        raise UsageError(
+            "learned rounding is for layers that read the residual alone, and those of this model "
+            "also read what other layers computed",
+            hint="a recipe without learned_rounding, such as nvfp4_gptq",
+            error_id="learned-rounding",
+        )
 
 
 def _layout_text(groups: ProcessGroups) -> str:

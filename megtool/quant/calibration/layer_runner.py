@@ -83,6 +83,11 @@ class LayerRunner:
         with self._streamer.holding(names):
             yield
 
+    def load(self, layer: int) -> None:
+        """Load the weights of a layer, if they are loaded on demand."""
+        if self._streamer is not None:
+            self._streamer.enter(f"decoder.layers.{layer}")
+
     def release(self) -> None:
         """Release weights that are loaded on demand."""
         if self._streamer is not None:

@@ -126,8 +126,8 @@ def _num_valid(batch: Batch) -> int:
     return batch.tokens_BS.numel() if batch.valid_BS is None else int(batch.valid_BS.sum())
 
 
-def slice_rows(batch: Batch, rows: slice) -> Batch:
-    """Slice the rows of a batch."""
+def slice_rows(batch: Batch, rows: slice | Tensor) -> Batch:
+    """Take rows of a batch: a range of them, or those of given numbers."""
     num_rows = batch.shape[0]
 
     def part(t: Tensor | None) -> Tensor | None:

@@ -161,13 +161,16 @@ class ResumeFolder:
 
     # ---- activations
 
-    def activations_file(self, unit: int, part: int) -> Path:
-        """The file of the activations that enter a unit on a data-parallel rank."""
-        return self.folder / f"into-{unit:05d}-{part:04d}.bin"
+    def activations_file(self, unit: int, part: int, *, unquantized: bool = False) -> Path:
+        """The file of the activations that enter a unit on a data-parallel rank: in the model as it
+        is quantized, or in the `unquantized` one, which learned rounding runs beside it."""
+        name = "unquantized-into" if unquantized else "into"
+        return self.folder / f"{name}-{unit:05d}-{part:04d}.bin"
 
     def remove_activations(self, unit: int, part: int) -> None:
         """Remove the activations that entered a unit."""
-        self.files.remove(self.activations_file(unit, part))
+        for unquantized in (False, True):
+            self.files.remove(self.activations_file(unit, part, unquantized=unquantized))
 
     def _unit_file(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"

@@ -18,8 +18,10 @@ from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.activations import Activations
+from megtool.quant.calibration.block_rounding import BlockRounding
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.expert_coverage import fill_missing_statistics
 from megtool.quant.calibration.layer_runner import LayerRunner, mask_uncounted
@@ -71,6 +73,7 @@ class CalibrationRun:
     ranks: RankSync
     micro_batches: list[MicroBatch]
     sequential: bool
+    learned: bool
     settings: CalibrationSettings
     resume: ResumeFolder | None
     progress: Progress
@@ -97,12 +100,15 @@ class CalibrationRun:
         layers = LayerRunner(
             decoder, self.micro_batches, emulate_graphs=self.settings.emulate_graphs
         )
-        activations = Activations(
-            [p.num_tokens for p in self.micro_batches],
-            self.config.residual_size,
-            dtype=decoder.dtype,
-            device=decoder.groups.device,
-            spilled=self.settings.spills,
+        activations, *more = (
+            Activations(
+                [p.num_tokens for p in self.micro_batches],
+                self.config.residual_size,
+                dtype=decoder.dtype,
+                device=decoder.groups.device,
+                spilled=self.settings.spills,
+            )
+            for _ in range(1 + self.learned)
         )
         try:
             with CanonicalWeights(self.source) as weights:
@@ -111,13 +117,15 @@ class CalibrationRun:
                     decoder=decoder,
                     layers=layers,
                     activations=activations,
+                    unquantized=more[0] if more else None,
                     weights=weights,
                 )
                 steps.prepare_input(begin)
                 for unit in range(begin, self.num_units):
                     steps.run_unit(unit)
         finally:
-            activations.close()
+            for stream in (activations, *more):
+                stream.close()
             layers.close()
         return self._gather_results()
 
@@ -146,12 +154,17 @@ class CalibrationRun:
 
 @dataclass(slots=True, kw_only=True)
 class _UnitRunner:
-    """Runs units in order, each on the ranks of its pipeline stage."""
+    """Runs units in order, each on the ranks of its pipeline stage.
+
+    `activations` are the inputs of a unit, `unquantized` those in the unquantized model, if
+    rounding is learned from the difference.
+    """
 
     run: CalibrationRun
     decoder: Decoder
     layers: LayerRunner
     activations: Activations
+    unquantized: Activations | None
     weights: CanonicalWeights
     stages: list[int] = field(default_factory=list)
 
@@ -169,10 +182,18 @@ class _UnitRunner:
         """Whether this rank has the unit (-1: the embedding)."""
         return self.groups.pp.rank == self._stage(unit)
 
-    def activations_file(self, unit: int) -> Path | None:
+    @property
+    def streams(self) -> list[Activations]:
+        """The activations that pass from unit to unit."""
+        return [self.activations, *([] if self.unquantized is None else [self.unquantized])]
+
+    def activations_file(self, unit: int, stream: Activations | None = None) -> Path | None:
         """The file of the input of a unit, if there is a resume folder."""
         work = self.run.resume
-        return None if work is None else work.activations_file(unit, self.groups.replicas.rank)
+        if work is None:
+            return None
+        is_other = stream is not None and stream is self.unquantized
+        return work.activations_file(unit, self.groups.replicas.rank, unquantized=is_other)
 
     def prepare_input(self, unit: int) -> None:
         """Prepare the input of a unit, from an earlier run or from the tokens."""
@@ -183,10 +204,13 @@ class _UnitRunner:
                 return
         with self.run.ranks.raise_together():
             if self.has(-1):
-                self._begin(0)
+                for stream in self.streams:
+                    self._begin(0, stream)
                 for number, x_TH in enumerate(self.layers.embed()):
-                    self.activations.put(number, x_TH)
-                self._end(0)
+                    for stream in self.streams:
+                        stream.put(number, x_TH)
+                for stream in self.streams:
+                    self._end(0, stream)
         self._send_output(-1)
         for previous in range(unit):
             self.run_unit(previous)
@@ -211,11 +235,13 @@ class _UnitRunner:
 
     def _load_input(self, unit: int) -> bool:
         """Whether all ranks of the unit have loaded its input."""
-        path = self.activations_file(unit)
         if self.run.config.has_side_inputs:  # of which files hold the residual alone
             return False
-        sound = path is not None and (not self.has(unit) or self.activations.load(path))
-        return all(self.run.ranks.all_gather(sound))
+        is_valid = True
+        for stream in self.streams:
+            path = self.activations_file(unit, stream)
+            is_valid &= path is not None and (not self.has(unit) or stream.load(path))
+        return all(self.run.ranks.all_gather(is_valid))
 
     @property
     def _writes(self) -> bool:
@@ -261,6 +287,8 @@ class _UnitRunner:
             self._end(unit + 1)
         self.layers.release()
         qparams = self._solve(sites, statistics)
+        if self.unquantized is not None and not is_last:
+            qparams = self._learn(unit, sites, qparams, self.unquantized)
         stored = {n: replace(s, gram=None, sample=None) for n, s in statistics.items()}
         del statistics
         if reruns:
@@ -338,6 +366,37 @@ class _UnitRunner:
                 recorder.end_batch()
             if stores_output:
                 self.activations.put(number, y_TH)
+
+    def _learn(
+        self,
+        unit: int,
+        sites: list[ActivationSite],
+        qparams: QParams,
+        unquantized: Activations,
+    ) -> QParams:
+        """Run the unquantized layer, and learn the rounding of the quantized one from it."""
+        self._begin(unit + 1, unquantized)
+        for number in range(len(self.layers.micro_batches)):
+            unquantized.put(number, self.layers.run(unit, number, unquantized.get(number)))
+        self._end(unit + 1, unquantized)
+        configs = {
+            m: resolve_algorithm(self.run.recipe, params.format)
+            for m, params in qparams.weights.items()
+            if derive_requirements(self.run.recipe, self.run.decisions[m]).learned
+        }
+        if configs:
+            qparams = BlockRounding(
+                layers=self.layers,
+                layer=unit,
+                inputs=self.activations,
+                targets=unquantized,
+                sites=sites,
+                qparams=qparams,
+                configs=configs,
+                read_weight=self.weights,
+            ).run()
+        self.layers.release()
+        return qparams
 
     def _run_head(self, recorder: ActivationRecorder) -> None:
         with self.layers.only_final_norm():
@@ -431,12 +490,15 @@ class _UnitRunner:
 
     # ---- activations between units
 
-    def _begin(self, unit: int) -> None:
-        self.activations.begin(self.activations_file(unit) if self._writes else None)
+    def _begin(self, unit: int, stream: Activations | None = None) -> None:
+        path = self.activations_file(unit, stream) if self._writes else None
+        (self.activations if stream is None else stream).begin(path)
 
-    def _end(self, unit: int) -> None:
+    def _end(self, unit: int, stream: Activations | None = None) -> None:
         if self._writes:
-            self.activations.end(self.activations_file(unit))
+            (self.activations if stream is None else stream).end(
+                self.activations_file(unit, stream)
+            )
 
     def _send_output(self, unit: int) -> None:
         """Send the output of a unit to the stage of the next one."""

@@ -19,6 +19,7 @@ from megtool.errors import CalibrationError, FormatError
 from megtool.number_formats.layout import layout
 from megtool.quant.fake_quant.rounding_torch import (
     E2M1_LARGEST,
+    E2M1_VALUES,
     E4M3_LARGEST,
     block_scale,
     group_amax,
@@ -257,16 +258,12 @@ def _rounded(name: str, x: Tensor, quotient: str) -> Tensor:
     return to_e4m3(x)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 def _meaning(name: str, codes: Tensor) -> Tensor:
     """The values of the chosen codes."""
     if name in _INTEGERS:
         return codes.float()
     if name in ("nvfp4", "mxfp4"):
-        values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
-        return values[codes.long() & 15]
+        return E2M1_VALUES.to(codes.device)[codes.long() & 15]
     return codes.view(torch.float8_e4m3fn).float()
 
 

@@ -11,6 +11,10 @@ from torch import Tensor
 
 E4M3_LARGEST = 448.0
 E2M1_LARGEST = 6.0
+E2M1_VALUES = torch.tensor(
+    [s * v for s in (1, -1) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+)
+"""FP4 (E2M1) numbers by their bits."""
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -101,10 +101,14 @@ class WeightViews:
         """The parameters that hold the weights of modules."""
         return tuple(dict.fromkeys(self.parts[m].parameter for m in modules))
 
-    def read(self, module: str) -> Tensor:
-        """A copy of the full weight `[out, in]`."""
+    def read(self, module: str, source: Mapping[str, Tensor] | None = None) -> Tensor:
+        """A copy of the full weight `[out, in]`: of tensors by parameter name, as gradients are, or
+        of the parameters themselves."""
         part = self.parts[module]
-        parameter = self._decoder.get_parameter(part.parameter).detach()
+        if source is None:
+            parameter = self._decoder.get_parameter(part.parameter).detach()
+        else:
+            parameter = source[part.parameter]
         out = torch.zeros(part.shape, dtype=parameter.dtype, device=parameter.device)
         for local_box, weight_box in part.boxes:
             _strided(out, weight_box).copy_(_strided(parameter, local_box))

@@ -12,6 +12,7 @@ from megtool.quant.recipes.formats import (
     SMOOTHING_METHODS,
     RecipeFormat,
     can_smooth,
+    chooses_codes,
     packing_of,
 )
 from megtool.quant.recipes.located_yaml import Node
@@ -53,11 +54,18 @@ _FLAG = AlgorithmOption(bool)
 _SHARE = AlgorithmOption(float)
 _STEP = AlgorithmOption(float, minimum=0.001)
 _FP4_SCALES = {"four_over_six": _FLAG, "scale_search": _FLAG}
+_LEARNED = {
+    "steps": AlgorithmOption(int, minimum=1, maximum=100_000),
+    "batch_size": AlgorithmOption(int, minimum=1, maximum=1024),
+    "learning_rate": _SHARE,
+    "normalize_tokens": _FLAG,
+}
 _GPTQ = {
     **_FP4_SCALES,
+    "learned_rounding": _FLAG,
+    **_LEARNED,
     "damping": AlgorithmOption(float, maximum=100.0),
     "shrinkage": _SHARE,
-    "normalize_tokens": _FLAG,
     "compensate_inputs": _FLAG,
     "desc_act": _FLAG,
     "clip": _FLAG,
@@ -89,6 +97,7 @@ METHODS: Mapping[str, Mapping[str, AlgorithmOption]] = MappingProxyType(
         },
         "awq": {"alpha_step": _STEP, "gptq": _FLAG, "fold": _FLAG, **_GPTQ},
         "gptq": _GPTQ,
+        "learned_rounding": _LEARNED,
         "kl_div": {},
         "gradient": {},
     }
@@ -173,19 +182,20 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
     is_fp4 = packing_of(format).startswith(("nvfp4", "mxfp4"))
     clips = bool(options.get("clip")) or method in ("awq_full", "awq_clip")
     clips |= is_fp4 and any(options.get(o) is True for o in _FP4_SCALES)
-    gptq = is_fp4 or packing_of(format).startswith("int")
+    gptq = chooses_codes(format)
     if method == "none":
         return number.calibrates
     if method in SENSITIVITY_METHODS:
         return True
     if method in ("percentile", "entropy"):
         return not number.calibrates
-    if method == "gptq":
+    if method in ("gptq", "learned_rounding"):
         return not (clips or gptq)
     if method == "smoothquant":
         return not (smooths or (clips and number.calibrates))
     if method in SMOOTHING_METHODS:
-        return not (smooths or clips or (bool(options.get("gptq")) and gptq))
+        chosen = bool(options.get("gptq")) or bool(options.get("learned_rounding"))
+        return not (smooths or clips or (chosen and gptq))
     return False
 
 

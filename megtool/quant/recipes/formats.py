@@ -275,6 +275,11 @@ class RecipeFormat:
         return FORMATS[self.algo]
 
 
+def chooses_codes(format: RecipeFormat) -> bool:
+    """Whether the codes of weights in a format need not be the nearest ones: integers and FP4."""
+    return packing_of(format).startswith(("int", "nvfp4", "mxfp4"))
+
+
 def can_smooth(format: RecipeFormat, *, fold: bool) -> bool:
     """Whether inputs can have a smoothing scale: the format stores a `pre_quant_scale`, or, for FP4
     weights, norms absorb it (`fold`)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from megtool.model.hook_locations import HookLocation
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.fake_quant.straight_through import straight_through
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
 from megtool.quant.pipeline.obtain_qparams import check_given, solve
 from megtool.quant.pipeline.request import (
@@ -154,7 +155,7 @@ class QatFeature(TrainingFeature):
             for _, simulation in self._stages:
                 for place, tap in simulation.hooks:
                     previous_taps.append((place, getattr(place.module, place.attribute)))
-                    place.set(_straight_through(tap, is_pair=place.attribute == "cache_tap"))
+                    place.set(straight_through(tap, is_pair=place.attribute == "cache_tap"))
             yield
         finally:
             for place, tap in reversed(previous_taps):
@@ -178,42 +179,6 @@ class QatFeature(TrainingFeature):
             top = max(tops, default=0.0)
             for module in modules if top else ():
                 weights[module] = replace(weights[module], global_amax=top)
-
-
-def _straight_through(tap: Callable[..., Any], *, is_pair: bool) -> Callable[..., Any]:
-    """A tap that gradients pass through unchanged."""
-    if is_pair:
-
-        def key_value(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                rounded = tap(key.detach(), value.detach())
-            return _apply_straight_through(key, rounded[0]), _apply_straight_through(
-                value, rounded[1]
-            )
-
-        return key_value
-
-    def single(x: Tensor, *more: Any) -> Tensor:
-        with torch.no_grad():
-            rounded = tap(x.detach(), *more)
-        return _apply_straight_through(x, rounded)
-
-    return single
-
-
-def _apply_straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    out: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded.clone() if rounded is x else rounded.view_as(rounded)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
 
 
 def solve_qat_qparams(

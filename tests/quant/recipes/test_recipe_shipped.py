@@ -28,11 +28,13 @@ NAMES = [
     "mxfp4",
     "mxfp4_experts",
     "mxfp4_gptq",
+    "mxfp4_learned_rounding",
     "mxfp8",
     "nvfp4",
     "nvfp4_awq",
     "nvfp4_from_mxfp4",
     "nvfp4_gptq",
+    "nvfp4_learned_rounding",
     "w4a16_nvfp4",
     "w4a8_awq",
 ]
