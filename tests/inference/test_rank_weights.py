@@ -157,9 +157,9 @@ def test_a_part_is_loaded_alone_and_again(folder: Path, carry: Callable[..., Any
 
 
 def test_a_layer_that_is_chosen_twice_is_read_once(folder: Path) -> None:
-    from megtool.reshard.layer_subset import select_layers
+    from megtool.reshard.layer_subset import keep_layers
 
-    opened = select_layers(open_source(folder), "0-1,1")
+    opened = keep_layers(open_source(folder), [0, 1, 1])
     assert opened.model is not None
     weights = Weights(opened)
     got = weights.load()

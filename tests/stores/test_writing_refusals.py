@@ -66,6 +66,7 @@ WRITING = {
     "finetune --report=DST": ("SRC", "out", "--data=x"),
     "evaluate --report=DST": ("SRC", "--data=x"),
     "evaluate --predictions=DST": ("SRC", "--data=x"),
+    "evaluate --pruning-scores=DST": ("SRC", "--data=x"),
     "export --save-imatrix=DST": ("SRC", "out", "--to=gguf", "--imatrix=x"),
     "reshard": ("SRC", "DST"),
     "export": ("SRC", "DST", "--to=vllm"),
