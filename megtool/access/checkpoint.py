@@ -22,7 +22,7 @@ from megtool.errors import LayoutError, UnknownTensorsError, UsageError
 from megtool.gc_pause import paused_collection
 from megtool.model_config import ModelConfig
 from megtool.options.groups import SourceOptions
-from megtool.reshard.open_source import TensorFilter, open_source
+from megtool.reshard.open_source import Headers, TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 
 if TYPE_CHECKING:
@@ -171,18 +171,45 @@ def open_checkpoint(
     """
     if isinstance(location, Checkpoint):
         return location
+    headers, options = read_headers(location, family=family, like=like, iteration=iteration)
+    source = identify(headers, options, optimizer=optimizer)
+    return Checkpoint(source, framework=framework, threads=threads)
+
+
+def read_headers(
+    location: str | Path,
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    iteration: int | str | None = None,
+) -> tuple[Headers, SourceOptions]:
+    """The headers of a checkpoint, and what is said of its model; see `open_checkpoint`.
+
+    Raises:
+        FormatError: no checkpoint, or a damaged one.
+        StorageError: it cannot be read.
+        UsageError: the location is empty, or no location.
+    """
     options = SourceOptions(
         family=family,
         like=None if like is None else to_location(like),
         iteration=None if iteration is None else str(iteration),
     )
-    place = to_location(location)
+    return Headers.read(to_location(location), options), options
+
+
+def identify(headers: Headers, options: SourceOptions, *, optimizer: bool) -> CheckpointSource:
+    """The checkpoint of these headers as that of a model; see `open_checkpoint`.
+
+    Raises:
+        FormatError: it is damaged.
+        MappingError: its tensors do not fit the model that it names.
+    """
     try:
-        source = open_source(place, options, optimizer=optimizer)
+        return open_source(headers, options, optimizer=optimizer)
     except UnknownTensorsError:  # a family's names have no place for modules' extra states
         states = TensorFilter(ignore=is_extra_state)
-        source = open_source(place, options, optimizer=optimizer, tensors=states)
-    return Checkpoint(source, framework=framework, threads=threads)
+        return open_source(headers, options, optimizer=optimizer, tensors=states)
 
 
 def stream(

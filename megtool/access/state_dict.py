@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
+from megtool.access.checkpoint import Checkpoint, identify, in_batches, read_headers
 from megtool.access.extra_states import (
     is_empty,
     is_extra_state,
@@ -25,7 +25,6 @@ from megtool.access.naming import NamedTensors, fitting_namings, name_as_stored,
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.access.wrapped_names import find_unwrapped
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import open_checkpoint as open_format
 from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
@@ -34,7 +33,6 @@ from megtool.convert.rank_tensors import LocalTensor, cut_local
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.gc_pause import paused_collection
-from megtool.reshard.open_source import parse_iteration
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -150,19 +148,16 @@ def load_state_dict(
     state = _state_of(model)
     requests = [TensorRequest.of(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
     require_memory([w.name for w in requests if w.local.is_meta])
-    names = [w.name for w in requests if not is_extra_state(w.name)] or [w.name for w in requests]
-    is_plain = naming in (None, "stored") and rank is None and family is None and like is None
-    opened = _open_as_named(location, requests, iteration) if is_plain else None
-    if isinstance(location, Checkpoint) or opened is None:
-        checkpoint = open_checkpoint(
-            location, family=family, like=like, iteration=iteration, optimizer=False
-        )
-        named = choose_naming(checkpoint, names, naming, parallel, rank or 0)
-        opened = checkpoint.source.catalogue, named
-        location = checkpoint.location
-    catalogue, named = opened
+    place, catalogue, named = _open_fitting(
+        location,
+        requests,
+        naming=naming,
+        parallel=parallel,
+        rank=rank or 0,
+        known={"family": family, "like": like, "iteration": iteration},
+    )
     stored = _stored_names(named, state)
-    present, missing = check_fit(location, named, stored, requests, state, strict=strict)
+    present, missing = check_fit(place, named, stored, requests, state, strict=strict)
     extra = [key for name, key in stored.items() if is_extra_state(name)]
     refuse_foreign_states(catalogue, extra)
     reader = BoxReader(catalogue, named.source, named.target, threads=threads)
@@ -173,7 +168,7 @@ def load_state_dict(
         e.add_hint(FILLED_IN_PART)
         raise
     _give_copies(model, state, stored)
-    warn_kept(kept_states(state, stored), location)
+    warn_kept(kept_states(state, stored), place)
     used = set(stored.values())
     return LoadReport(
         naming=named.naming,
@@ -226,19 +221,46 @@ def _storage(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr() if local.numel() else 0
 
 
-def _open_as_named(
+def _open_fitting(
     location: str | Path | Checkpoint,
     requests: Sequence[TensorRequest],
-    iteration: int | str | None,
-) -> tuple[Catalogue, NamedTensors] | None:
-    """A Hugging Face folder or safetensors file that has all tensors by these names, or None.
+    *,
+    naming: str | None,
+    parallel: ParallelConfig | None,
+    rank: int,
+    known: Mapping[str, Any],
+) -> tuple[Path, Catalogue, NamedTensors]:
+    """Where a checkpoint is, its tensors, and these under the names that fit the requests best.
 
-    Which model it is need not be known then, and headers are read sooner than that is found out.
+    `known` are the other arguments of `megtool.open`.
+
+    Raises:
+        MegtoolError: it cannot be opened, or no naming has any of the names.
     """
     if isinstance(location, Checkpoint):
-        return None
-    step = parse_iteration(None if iteration is None else str(iteration))
-    catalogue = open_format(location, iteration=step)
+        checkpoint = location
+    else:
+        headers, options = read_headers(location, **known)
+        is_plain = known["family"] is None and known["like"] is None and parallel is None
+        if naming in (None, "stored") and is_plain:
+            as_stored = _find_as_named(headers.catalogue, requests)
+            if as_stored is not None:
+                return headers.path, *as_stored
+        checkpoint = Checkpoint(identify(headers, options, optimizer=False))
+    names = [w.name for w in requests if not is_extra_state(w.name)] or [w.name for w in requests]
+    named = choose_naming(checkpoint, names, naming, parallel, rank)
+    return checkpoint.location, checkpoint.source.catalogue, named
+
+
+def _find_as_named(
+    catalogue: Catalogue, requests: Sequence[TensorRequest]
+) -> tuple[Catalogue, NamedTensors] | None:
+    """The tensors of a Hugging Face folder or safetensors file that has all by these names, or
+    None.
+
+    Which model it is need not be known then, and that takes longer to find out than headers to
+    read.
+    """
     if catalogue.format not in ("hf", "safetensors") or _missing(requests, catalogue):
         return None
     for warning in catalogue.warnings:

@@ -25,7 +25,7 @@ from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects
 from megtool.quant.recipes.engine_support import parse_engine
 from megtool.reshard.fp8_state.modelopt_amax import has_quantizers
-from megtool.reshard.open_source import parse_iteration
+from megtool.reshard.open_source import Headers
 from megtool.reshard.parse_size import parse_size
 
 
@@ -160,8 +160,7 @@ def _is_quantized_megatron(options: ExportOptions) -> bool:
     """Whether SRC is a Megatron checkpoint with ModelOpt's quantizers."""
     if "torch_dist" not in detect_format(options.source).names:
         return False
-    iteration = parse_iteration(options.iteration)
-    return has_quantizers(open_checkpoint(options.source, iteration=iteration))
+    return has_quantizers(Headers.read(options.source, options).catalogue)
 
 
 def _check_no_cast(options: ExportOptions) -> None:

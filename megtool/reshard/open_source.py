@@ -77,8 +77,27 @@ class TensorFilter:
 EVERYTHING = TensorFilter()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headers:
+    """A checkpoint of which the headers are read, before it is known whose model it is."""
+
+    path: Path
+    catalogue: Catalogue
+
+    @classmethod
+    def read(cls, path: Path, options: SourceOptions) -> Headers:
+        """Those of the iteration that the options name.
+
+        Raises:
+            UsageError: the iteration is no number.
+            FormatError: no checkpoint, or a damaged one.
+        """
+        iteration = parse_iteration(options.iteration)
+        return cls(path=path, catalogue=open_checkpoint(path, iteration=iteration))
+
+
 def open_source(
-    path: Path,
+    path: Path | Headers,
     options: SourceOptions = SourceOptions(),  # noqa: B008
     *,
     tensors: TensorFilter = EVERYTHING,
@@ -93,7 +112,7 @@ def open_source(
     State in buckets and files per rank are read as tensors of the model.
 
     Args:
-        path: The checkpoint: a folder, a save folder or a file.
+        path: The checkpoint: a folder, a save folder or a file; or its headers, if they are read.
         options: What the user says about it.
         tensors: Which stored tensors are opened.
         fallback: The model where the checkpoint does not say which it is.
@@ -107,7 +126,8 @@ def open_source(
         FormatError: no checkpoint, or a damaged one.
         MappingError: its tensors do not fit its model.
     """
-    catalogue = open_checkpoint(path, iteration=parse_iteration(options.iteration))
+    headers = path if isinstance(path, Headers) else Headers.read(path, options)
+    catalogue = headers.catalogue
     sidecar = read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
     ignore = tensors.ignore
     if ignore is not None and any(ignore(t.name) for t in catalogue.tensors):
@@ -153,7 +173,7 @@ def open_source(
     if tensors.select is None:
         _warn_missing_mtp(config, side)
     return CheckpointSource(
-        path=path,
+        path=headers.path,
         catalogue=catalogue,
         model=model,
         reason=reason,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import megtool
 from megtool.access import state_dict as access
 from megtool.errors import MappingError, StorageError, UsageError
+from megtool.reshard import open_source
 from tests.support.errors import raises
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -102,6 +104,23 @@ def test_whose_names_fit_needs_no_model_that_is_known(
     assert all(t.equal(tensors[n]) for n, t in model.state_dict().items())
     with raises(MappingError, file=folder):  # for one name more, whose model it is matters
         megtool.load_state_dict({**model.state_dict(), "more": torch.zeros(3)}, folder)
+
+
+def test_headers_are_read_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it turns out only from them that the names are of another naming."""
+    wanted = dict(megtool.stream(llama, to="megatron"))
+    opened: list[Path] = []
+    read = open_source.open_checkpoint
+
+    def counted(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return read(path, **options)
+
+    monkeypatch.setattr(open_source, "open_checkpoint", counted)
+    state = {n: torch.empty_like(t) for n, t in wanted.items()}
+    assert megtool.load_state_dict(state, llama).naming == "megatron"
+    assert opened == [llama]
+    assert all(t.equal(wanted[n]) for n, t in state.items())
 
 
 def test_a_model_without_memory_is_told_how_to_get_some(llama: Path) -> None:

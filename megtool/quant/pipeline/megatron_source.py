@@ -16,7 +16,6 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.megatron_metadata import read_object, saved_args
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
@@ -59,7 +58,7 @@ from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.quant.solve_qparams import KV_AMAX_OF_UNIT_SCALE
 from megtool.reshard.fp8_state.modelopt_amax import is_quantizer_buffer
 from megtool.reshard.megatron.extra_state_names import SUFFIX
-from megtool.reshard.open_source import TensorFilter, open_source, parse_iteration
+from megtool.reshard.open_source import Headers, TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
@@ -98,7 +97,8 @@ def read_quantized_megatron(
             engine has; or the checkpoint has none.
         MappingError: the model is not known.
     """
-    catalogue = open_checkpoint(path, iteration=parse_iteration(options.iteration))
+    headers = Headers.read(path, options)
+    catalogue = headers.catalogue
     states = _read_states(catalogue)
     if not states:
         raise FormatError(
@@ -107,7 +107,7 @@ def read_quantized_megatron(
             hint="`megtool quantize --to torch_dist` writes it, and ModelOpt's quantize.py",
         )
     source = open_source(
-        path, options, optimizer=False, tensors=TensorFilter(ignore=is_quantizer_buffer)
+        headers, options, optimizer=False, tensors=TensorFilter(ignore=is_quantizer_buffer)
     )
     parallel = (
         parallel_from_args(saved_args(catalogue)) if saved_args(catalogue) else ParallelConfig()
