@@ -24,7 +24,7 @@ from megtool.errors import UsageError
 from megtool.kernels.grouped_gemm import permute
 from megtool.model.decoder import Decoder
 from megtool.model.forward_context import ForwardContext
-from megtool.model.hook_locations import HookLocation, places
+from megtool.model.hook_locations import HookLocation, places, tapped
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import gather_columns
 from megtool.parallel.context_parallel import own_tokens
@@ -121,8 +121,7 @@ class ChannelImportance:
             out: Tensor = x_TF if before is None else before(x_TF)
             return out
 
-        place.set(tap)
-        stack.callback(place.set, before)
+        stack.enter_context(tapped([(place, tap)]))
 
     def _add(self, site: str, x_TF: Tensor) -> None:
         """Add the squared means of the rows of a batch."""

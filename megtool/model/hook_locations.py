@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,20 @@ class HookLocation:
             return True
         weight = self.module.get_parameter("weight")
         return 0 <= self.expert < weight.shape[0]
+
+
+@contextmanager
+def tapped(taps: Iterable[tuple[HookLocation, Callable[..., Any]]]) -> Iterator[None]:
+    """Put taps in their places, and those that were there before back again."""
+    before: list[tuple[HookLocation, Any]] = []
+    try:
+        for place, tap in taps:
+            before.append((place, getattr(place.module, place.attribute)))
+            place.set(tap)
+        yield
+    finally:
+        for place, tap in reversed(before):
+            place.set(tap)
 
 
 _POINT = re.compile(r"layers\.(\d+)\.(.+)")

@@ -6,14 +6,13 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megtool.inference.layer_streaming import replaced, restored
 from megtool.model.forward_context import ForwardContext
-from megtool.model.hook_locations import HookLocation
+from megtool.model.hook_locations import tapped
 from megtool.quant.algorithms.algorithm_config import AlgorithmConfig
 from megtool.quant.algorithms.learned_rounding import LearnedRounding
 from megtool.quant.algorithms.weight_grid import Grid, make_grid
@@ -139,18 +138,13 @@ class BlockRounding:
         model = FakeQuantModel(decoder, self.sites, self.qparams)
         rounded = model.fake_quantize_layer(self.layer)
         originals = {n: decoder.get_parameter(n) for n in rounded}
-        taps: list[tuple[HookLocation, Any]] = []
         try:
             for name, values in rounded.items():
                 replaced(decoder, name, values)
                 decoder.get_parameter(name).requires_grad_(True)
-            for place, tap in model.hooks:
-                taps.append((place, getattr(place.module, place.attribute)))
-                place.set(straight_through(tap, is_pair=place.attribute == "cache_tap"))
-            yield list(rounded)
+            with tapped(straight_through(model.hooks)):
+                yield list(rounded)
         finally:
-            for place, tap in reversed(taps):
-                place.set(tap)
             for name, parameter in originals.items():
                 restored(decoder, name, parameter)
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megtool.model.hook_locations import HookLocation
 
-def straight_through(tap: Callable[..., Any], *, is_pair: bool) -> Callable[..., Any]:
-    """A tap that gradients pass through unchanged."""
+Tap = Callable[..., Any]
+
+
+def straight_through(
+    taps: Iterable[tuple[HookLocation, Tap]],
+) -> Iterator[tuple[HookLocation, Tap]]:
+    """Taps that round, as ones that gradients pass through unchanged."""
+    for place, tap in taps:
+        yield place, _pass_gradients(tap, is_pair=place.attribute == "cache_tap")
+
+
+def _pass_gradients(tap: Tap, *, is_pair: bool) -> Tap:
     if is_pair:
 
         def key_value(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

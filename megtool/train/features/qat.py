@@ -23,7 +23,7 @@ from megtool.console import Progress
 from megtool.errors import CalibrationError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import HookLocation
+from megtool.model.hook_locations import tapped
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
@@ -142,7 +142,7 @@ class QatFeature(TrainingFeature):
     ) -> Iterator[None]:
         """Round weights and inputs until the end of the block, and restore the weights then."""
         originals: list[tuple[Tensor, Tensor]] = []
-        previous_taps: list[tuple[HookLocation, Any]] = []
+        taps = [pair for _, simulation in self._stages for pair in simulation.hooks]
         try:
             with torch.no_grad():
                 for stage, simulation in self._stages:
@@ -152,14 +152,9 @@ class QatFeature(TrainingFeature):
                             parameter = stage.get_parameter(name)
                             originals.append((parameter, parameter.detach().clone()))
                             parameter.copy_(rounded)
-            for _, simulation in self._stages:
-                for place, tap in simulation.hooks:
-                    previous_taps.append((place, getattr(place.module, place.attribute)))
-                    place.set(straight_through(tap, is_pair=place.attribute == "cache_tap"))
-            yield
+            with tapped(straight_through(taps)):
+                yield
         finally:
-            for place, tap in reversed(previous_taps):
-                place.set(tap)
             with torch.no_grad():
                 for weight, values in originals:
                     weight.copy_(values)
