@@ -214,7 +214,7 @@ def _cut_pieces(
         )
         boxes, shift = shards.boxes[shard[rows]], base[i[rows]]
         index, cut = pieces(p, Boxes(boxes.lo - shift, boxes.hi - shift))
-        out.append((number[i[rows[index]]], shard[rows[index]], _pad_boxes(cut, width)))
+        out.append((number[i[rows[index]]], shard[rows[index]], cut))
     return (
         np.concatenate([o[0] for o in out]),
         np.concatenate([o[1] for o in out]),
@@ -236,16 +236,6 @@ def _find_near(spans: Boxes, tensor: Ints, shards: Shards) -> Ints:
         is_near = ((boxes.lo < hi[row]) & (boxes.hi > lo[row])).all(axis=1)
         out.append(np.flatnonzero(is_near) + of.start)
     return np.concatenate(out)
-
-
-def _pad_boxes(boxes: Boxes, width: int) -> Boxes:
-    if boxes.ndim == width:
-        return boxes
-    n, more = len(boxes), width - boxes.ndim
-    return Boxes(
-        np.concatenate([boxes.lo, np.zeros((n, more), np.int64)], axis=1),
-        np.concatenate([boxes.hi, np.ones((n, more), np.int64)], axis=1),
-    )
 
 
 def _join_pieces(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, EncodedChunks, Extents, Replica, ShardOffsets
 from megtool.checkpoint.replicas import pair_replicas
-from megtool.tensors.box import Boxes, Ints
+from megtool.tensors.box import Boxes, Ints, concatenate
 from megtool.tensors.grouping import grouped
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -56,10 +56,7 @@ def rechunk(catalogue: Catalogue, keep: Callable[[str], bool], rechunking: Rechu
     every = [*tensors, *rechunking.tensors]
     ndim = widest(every)
     number = np.concatenate([(np.cumsum(chosen) - 1)[s.tensor[old]], len(tensors) + first.tensor])
-    boxes = Boxes(
-        np.concatenate([_widen(s.boxes.lo[old], ndim, 0), _widen(first.boxes.lo, ndim, 0)]),
-        np.concatenate([_widen(s.boxes.hi[old], ndim, 1), _widen(first.boxes.hi, ndim, 1)]),
-    )
+    boxes = concatenate([s.boxes[old], first.boxes], ndim)
     item = np.array([t.dtype.itemsize for t in every], np.int64)[number]
     start = np.concatenate([np.zeros(len(old), np.int64), first.start])
     packed = np.array([t.packing is not None for t in every], bool)[number]
@@ -187,11 +184,3 @@ def _iter_keys(pieces: Rechunking) -> Iterator[tuple[int, ...]]:
     boxes = zip(pieces.boxes.lo.tolist(), pieces.boxes.hi.tolist(), strict=True)
     for tensor, (lo, hi) in zip(pieces.tensor.tolist(), boxes, strict=True):
         yield (tensor, *lo, *hi)
-
-
-def _widen(array: Ints, ndim: int, value: int) -> Ints:
-    """Columns padded to `ndim` with `value`, or cut to it (only padding is cut)."""
-    if array.shape[1] >= ndim:
-        return array[:, :ndim]
-    more = np.full((len(array), ndim - array.shape[1]), value, np.int64)
-    return np.concatenate([array, more], axis=1)

@@ -20,7 +20,7 @@ from megtool.checkpoint.computed_tensors import RegionReader
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.tensors.box import Boxes, numel
+from megtool.tensors.box import Boxes, concatenate, numel
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
@@ -72,10 +72,7 @@ def with_gathered(
     old = others.shards
     shards = Shards(
         np.concatenate([old.tensor, [first + n for n, _, _ in blocks]]).astype(np.int32),
-        Boxes(
-            np.concatenate([_widen(old.boxes.lo, ndim, 0), boxes.lo]),
-            np.concatenate([_widen(old.boxes.hi, ndim, 1), boxes.hi]),
-        ),
+        concatenate([old.boxes, boxes], ndim),
         np.concatenate([old.owner, np.zeros(len(blocks), np.int32)]).astype(np.int32),
     )
     files = [_file_of(catalogue, gathered[n].placement.stored) for n, _, _ in blocks]
@@ -184,11 +181,6 @@ def _block_box(shape: Sequence[int], lo: int, hi: int, ndim: int) -> tuple[list[
         [*first, *[0] * (len(shape) - len(first)), *[0] * more],
         [*last, *shape[len(last) :], *[1] * more],
     )
-
-
-def _widen(ends: NDArray[np.int64], ndim: int, value: int) -> NDArray[np.int64]:
-    more = np.full((len(ends), ndim - ends.shape[1]), value, np.int64)
-    return np.concatenate([ends, more], axis=1)
 
 
 def _file_of(catalogue: Catalogue, stored: str) -> int:

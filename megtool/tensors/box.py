@@ -96,10 +96,23 @@ def row_major_strides(shape: Ints) -> Ints:
 
 
 def concatenate(parts: Sequence[Boxes], ndim: int) -> Boxes:
-    """All boxes of `parts`, in order."""
+    """All boxes of `parts`, in order, with `ndim` dimensions.
+
+    Those that a part lacks are 0 to 1 there; those that it has beyond are such padding, and go.
+    """
     if not parts:
         return Boxes.of([], ndim)
-    return Boxes(np.concatenate([p.lo for p in parts]), np.concatenate([p.hi for p in parts]))
+    return Boxes(
+        np.concatenate([_widened(p.lo, ndim, 0) for p in parts]),
+        np.concatenate([_widened(p.hi, ndim, 1) for p in parts]),
+    )
+
+
+def _widened(ends: Ints, ndim: int, value: int) -> Ints:
+    if ends.shape[1] >= ndim:
+        return ends[:, :ndim]
+    more = np.full((len(ends), ndim - ends.shape[1]), value, np.int64)
+    return np.concatenate([ends, more], axis=1)
 
 
 def intersect(a: Boxes, b: Boxes) -> Boxes:

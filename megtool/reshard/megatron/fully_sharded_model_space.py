@@ -19,7 +19,7 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.rechunk import Rechunking, rechunk
 from megtool.errors import FormatError
-from megtool.tensors.box import Boxes, Ints, from_flat, numel
+from megtool.tensors.box import Boxes, Ints, concatenate, from_flat, numel
 from megtool.tensors.sharded import GlobalTensor, widest
 
 _SHAPE = "nd_reformulated_orig_global_shape"
@@ -64,10 +64,7 @@ def read_fully_sharded_model_space(catalogue: Catalogue) -> Catalogue:
     regrouping = Rechunking(
         tensors,
         np.repeat(np.arange(len(runs)), [len(p.shard) for p in runs]),
-        Boxes(
-            np.concatenate([_pad_columns(p.lo, ndim, 0) for p in runs]),
-            np.concatenate([_pad_columns(p.hi, ndim, 1) for p in runs]),
-        ),
+        concatenate([Boxes(p.lo, p.hi) for p in runs], ndim),
         np.concatenate([p.shard for p in runs]),
         np.concatenate([p.start for p in runs]),
         np.zeros(sum(len(p.shard) for p in runs), bool),
@@ -156,9 +153,3 @@ def _cell_indices(lo: list[int], hi: list[int]) -> Iterator[tuple[int, ...]]:
     shape = [h - x for x, h in zip(lo, hi, strict=True)]
     for index in np.ndindex(*shape):
         yield tuple(x + i for x, i in zip(lo, index, strict=True))
-
-
-def _pad_columns(array: Ints, ndim: int, value: int) -> Ints:
-    """Columns padded to `ndim` with `value`."""
-    padding = np.full((len(array), ndim - array.shape[1]), value, np.int64)
-    return np.concatenate([array, padding], axis=1)
