@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from megtool.quant.fake_quant.fake_quantize import second_scale
 from megtool.quant.fake_quant.rounding_torch import (
     E2M1_LARGEST,
-    E2M1_VALUES,
     E4M3_LARGEST,
     block_scale,
+    e2m1_values,
     plain_scale,
     power_scale,
     to_e2m1,
@@ -131,7 +131,7 @@ class Grid:
         """The values of codes as `stored_codes` gives them, float32."""
         if self.is_integer:
             return codes.float()
-        return E2M1_VALUES[codes.long() & 15]
+        return e2m1_values(codes)
 
     def requantize(self, values: Tensor, global_amax: float | None) -> Tensor:
         """Round dequantized integers to FP8, for formats whose engines multiply in FP8."""

@@ -19,9 +19,9 @@ from megtool.errors import CalibrationError, FormatError
 from megtool.number_formats.layout import layout
 from megtool.quant.fake_quant.rounding_torch import (
     E2M1_LARGEST,
-    E2M1_VALUES,
     E4M3_LARGEST,
     block_scale,
+    e2m1_values,
     group_amax,
     plain_scale,
     power_scale,
@@ -263,7 +263,7 @@ def _meaning(name: str, codes: Tensor) -> Tensor:
     if name in _INTEGERS:
         return codes.float()
     if name in ("nvfp4", "mxfp4"):
-        return E2M1_VALUES.to(codes.device)[codes.long() & 15]
+        return e2m1_values(codes)
     return codes.view(torch.float8_e4m3fn).float()
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 E4M3_LARGEST = 448.0
 E2M1_LARGEST = 6.0
-E2M1_VALUES = torch.tensor(
+_E2M1_VALUES = torch.tensor(
     [s * v for s in (1, -1) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 )
-"""FP4 (E2M1) numbers by their bits."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -55,6 +54,11 @@ def round_small_(x: Tensor, *, mantissa: int, smallest: float) -> Tensor:
 def round_e4m3_(x: Tensor) -> Tensor:
     """`to_e4m3` in place, but for the sign of zero."""
     return round_small_(x.clamp_(-E4M3_LARGEST, E4M3_LARGEST), mantissa=3, smallest=2.0**-6)
+
+
+def e2m1_values(bits: Tensor) -> Tensor:
+    """FP4 (E2M1) numbers of their bits, float32; of each integer the lowest four count."""
+    return _E2M1_VALUES.to(bits.device)[bits.long() & 15]
 
 
 def round_e2m1_(x: Tensor) -> Tensor:
