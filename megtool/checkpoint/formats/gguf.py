@@ -143,7 +143,7 @@ def _catalogue(
         ),
         metadata={"gguf": values, "architecture": values.get("general.architecture")},
         packed=packed,
-        ignored=[IgnoredTensor(name=n, reason=r, num_bytes=b) for n, (r, b) in ignored.items()],
+        ignored=list(ignored.values()),
     )
     out.check()
     return out
@@ -151,9 +151,9 @@ def _catalogue(
 
 def _pair_scales(
     entries: Sequence[tuple[int, int, GgufEntry]], paths: Sequence[Path]
-) -> tuple[dict[str, tuple[StoredPart, ...]], dict[str, tuple[str, int]]]:
+) -> tuple[dict[str, tuple[StoredPart, ...]], dict[str, IgnoredTensor]]:
     """The parts of NVFP4 weights that a tensor `NAME.scale` multiplies, of one number or one for
-    each expert; and the tensors that are none of the model's: why, and their bytes.
+    each expert; and the tensors that are none of the model's, by name.
 
     Source: `_nvfp4_pack` of llama.cpp's conversion/base.py.
 
@@ -162,13 +162,19 @@ def _pair_scales(
     """
     by_name = {e.name: (file, start, e) for file, start, e in entries}
     packed: dict[str, tuple[StoredPart, ...]] = {}
-    ignored: dict[str, tuple[str, int]] = {}
+    ignored: dict[str, IgnoredTensor] = {}
+
+    def ignore(entry: GgufEntry, reason: str) -> None:
+        ignored[entry.name] = IgnoredTensor(
+            name=entry.name, reason=reason, num_bytes=entry.num_bytes
+        )
+
     for file, start, e in entries:
         if e.packing != NVFP4_ROWS or not e.name.endswith(".weight"):
             continue
         stem = e.name.removesuffix("weight")
         if (activation := by_name.get(f"{stem}input_scale")) is not None:
-            ignored[activation[2].name] = "the scale of its inputs", activation[2].num_bytes
+            ignore(activation[2], "the scale of its inputs")
         scale = by_name.get(f"{stem}scale")
         if scale is None:
             continue
@@ -199,7 +205,7 @@ def _pair_scales(
             shape=scale[2].shape,
             spans=(PartSpan(0 if of_experts else WHOLE),),
         )
-        ignored[scale[2].name] = f"it is part of {e.name}", scale[2].num_bytes
+        ignore(scale[2], f"it is part of {e.name}")
         packed[e.name] = (
             StoredPart(part=codes, file=file, offset=start),
             StoredPart(part=whole, file=scale[0], offset=scale[1]),
