@@ -16,11 +16,10 @@ from megtool.checkpoint.storage.files import read_file
 from megtool.convert.hybrid import layers_of_branches
 from megtool.convert.layer_subset import edited_config, of_layers, renumbered
 from megtool.convert.megatron_args import args_from_config
-from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.bridge_files import edit_model
 from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
-from megtool.reshard.source import CheckpointSource, ModelIdentity
+from megtool.reshard.source import CheckpointSource, ModelIdentity, require_model
 
 _LIST = r"((?:module\.)*(?:decoder|encoder)\.layers\.)"
 _STACKED = re.compile(_LIST + r"(?!\d)(.*/shard_)(\d+)((?:\.\d+)*)_(\d+)((?:\.\d+)*)")
@@ -37,14 +36,7 @@ def keep_layers(source: CheckpointSource, layers: Sequence[int]) -> CheckpointSo
     Raises:
         MappingError: the model is not known, or cannot be described without the other layers.
     """
-    model = source.model
-    if model is None or not source.is_canonical:
-        raise source.reason or MappingError(
-            "choosing layers needs the model's family and configuration",
-            file=source.path,
-            hint="--family NAME and --like HF_FOLDER supply them",
-            error_id="no-model-config",
-        )
+    model, _ = require_model(source, "choosing layers")
     config = of_layers(model.config, layers)
     side = source.view
     new = renumbered(side.canonical, layers)

@@ -143,6 +143,22 @@ class CheckpointSource:
         return tokenizer
 
 
+def require_model(source: CheckpointSource, purpose: str) -> tuple[ModelIdentity, ModelConfig]:
+    """The model of a checkpoint whose tensors have canonical names, and its configuration.
+
+    Raises:
+        MappingError: it is not known.
+    """
+    if source.model is None or not source.is_canonical:
+        raise source.reason or MappingError(
+            f"{purpose} needs the model's family and configuration",
+            file=source.path,
+            hint="--family NAME and --like HF_FOLDER supply them",
+            error_id="no-model-config",
+        )
+    return source.model, source.config
+
+
 def unknown_model(source: CheckpointSource, purpose: str) -> MappingError:
     """The error for a model that is not known, although `purpose` needs it."""
     reason = source.reason

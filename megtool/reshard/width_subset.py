@@ -31,10 +31,11 @@ from megtool.reshard.layer_subset import (
     keep_layers,
     set_modelopt_aside,
 )
-from megtool.reshard.source import CheckpointSource, ModelIdentity, unknown_model
+from megtool.reshard.source import CheckpointSource, require_model
 from megtool.tensors.placement import Placement
 
 _EXPERT_STATE = re.compile(r".*\.experts\..*_extra_state.*")
+_PURPOSE = "leaving out parts of a model"
 _SIZE_OF = {
     "layers": "num_layers",
     "hidden": "hidden_size",
@@ -77,7 +78,7 @@ class PruningOptions:
         """
         if not self.is_given:
             return source
-        config = _known_model(source)[1]
+        config = require_model(source, _PURPOSE)[1]
         parts, scores = KeptParts(), None
         if self.sizes.is_given and self.file is not None:
             scores = read_scores(self.file)
@@ -104,7 +105,7 @@ def prune(
     Raises:
         MappingError: the model is not known, or cannot be described without the other parts.
     """
-    config = _known_model(source)[1]
+    config = require_model(source, _PURPOSE)[1]
     record = encode_record(parts, config, scores)
     if parts.cuts_width:
         source = _cut_width(source, parts)
@@ -113,14 +114,8 @@ def prune(
     return replace(source, pruning=record)
 
 
-def _known_model(source: CheckpointSource) -> tuple[ModelIdentity, ModelConfig]:
-    if source.model is None or not source.is_canonical:
-        raise source.reason or unknown_model(source, "leaving out parts of a model")
-    return source.model, source.config
-
-
 def _cut_width(source: CheckpointSource, parts: KeptParts) -> CheckpointSource:
-    side, (model, config) = source.view, _known_model(source)
+    side, (model, config) = source.view, require_model(source, _PURPOSE)
     vocabulary = model.family.vocabulary if model.family else {}
     cuts = WidthCuts(config, parts, vocabulary)
     cut_of = {name: cuts.of(name, t.shape) for name, t in side.canonical.items()}
