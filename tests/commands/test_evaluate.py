@@ -14,7 +14,7 @@ from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
 from megtool.errors import MegtoolError, MissingPackageError
-from tests.support.models import tiny_text
+from tests.support.models import tiny_models, tiny_text
 from tests.support.worlds.torchrun import torchrun
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals.\n" * 3
@@ -114,7 +114,9 @@ def test_parts_are_scored_as_by_modelopt_on_transformers(name: str, tmp_path: Pa
     if name == "llama":
         tiny_text.save(folder, num_hidden_layers=3)
     else:
-        text_model_of_experts(folder)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+        tiny_models.sparse(folder, vocab_size=tiny_text.VOCABULARY, **sizes)
+        tiny_text.save_tokenizer(folder)
     lines = [*TEXT.splitlines(), TEXT[:20], "A window of another length."]
     data = tmp_path / "lines.jsonl"
     data.write_text("\n".join(json.dumps({"text": line}) for line in lines))
@@ -171,31 +173,6 @@ def test_parts_are_scored_as_by_modelopt_on_transformers(name: str, tmp_path: Pa
     small = tmp_path / "small"
     reshard(folder, small, pruning_scores=tmp_path / "scores.json", hidden_size=24)
     assert verify(folder, small).verdict == "equal"
-
-
-def text_model_of_experts(folder: Path) -> None:
-    """A Qwen3 of experts, whose first layer is dense, that reads and writes text."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=6,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        vocab_size=tiny_text.VOCABULARY,
-        initializer_range=0.3,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tiny_text.save_tokenizer(folder)
 
 
 def test_of_a_chat_the_assistant_counts(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.reshard.open_source import open_source
@@ -72,6 +73,34 @@ def moe(folder: Path) -> Path:
             shapes[f"{mlp}.down_proj.weight"] = (h, size)
     tensors = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()}
     return write_folder(folder, MOE, tensors)
+
+
+def sparse(folder: Path, **more: Any) -> Any:
+    """A Qwen3 whose first layer is dense, and whose others have six experts each: transformers'
+    model, which is saved in the folder.
+    """
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "vocab_size": 50,
+        "initializer_range": 0.3,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | more))).eval()
+    model.save_pretrained(folder)
+    return model
 
 
 def modules(path: Path) -> tuple[ModuleInfo, ...]:

@@ -47,13 +47,18 @@ def save_tokenizer(folder: Path, *, has_mask: bool = False) -> None:
     made.decoder = decoders.ByteLevel()
     special = ("<s>", "</s>", "<mask>") if has_mask else ("<s>", "</s>")
     made.add_special_tokens([AddedToken(t, special=True) for t in special])
+    more = {"mask_token": "<mask>"} if has_mask else {}
+    save_files(folder, made, chat_template=TEMPLATE, **more)
+
+
+def save_files(folder: Path, tokenizer: Any, **more: Any) -> None:
+    """Write the files of a tokenizer with `<s>` and `</s>`; `more` goes into its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "chat_template": TEMPLATE,
         "clean_up_tokenization_spaces": False,
-    } | ({"mask_token": "<mask>"} if has_mask else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | more))

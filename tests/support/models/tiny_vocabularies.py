@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.support.models import tiny_text
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it rests.",
     "It was a dark and stormy night; the rain fell in torrents.",
@@ -58,13 +60,5 @@ def save_tokenizer(folder: Path, kind: str, size: int) -> Path:
         rules["added_tokens"] = []
         made = Tokenizer.from_str(json.dumps(rules))
     made.add_special_tokens([AddedToken(t, special=True) for t in special])
-    folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tiny_text.save_files(folder, made)
     return folder

@@ -20,6 +20,7 @@ from megtool.data.token_alignment import TokenAligner, TokenBytes
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import LayoutError, UsageError
 from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features import vocabulary_distillation
@@ -101,6 +102,19 @@ def reference(
     return torch.as_tensor(share * kl + (1 - share) * wasserstein(rest_p, rest_q))
 
 
+def distill(
+    student: Decoder, teacher: Decoder, pair: VocabularyPair, data: tuple[Batch, Tensor]
+) -> float:
+    """The loss of a step that distills alone, whose gradients the student then has."""
+    feature = DistillationFeature(
+        student, teacher, num_microbatches=1, temperature=T, weight=1.0, vocabularies=pair
+    )
+    schedule = PipelineSchedule(student, num_microbatches=1, objective=feature.objective)
+    with feature.around_passes(0, data[0]):
+        total, _ = schedule.step(*data)
+    return float(total)
+
+
 @pytest.mark.parametrize("loss", ["uld", "gold"])
 def test_a_step_has_the_loss_of_the_formulas(
     loss: str, both: tuple[TokenBytes, TokenBytes], monkeypatch: pytest.MonkeyPatch
@@ -111,17 +125,8 @@ def test_a_step_has_the_loss_of_the_formulas(
     student = build(replace(STUDENT, vocab_size=310), ProcessGroups.alone(), 1).train()
     teacher = build(replace(TEACHER, vocab_size=430, max_positions=64), ProcessGroups.alone(), 2)
     batch, labels_BS = rows(own)
-    feature = DistillationFeature(
-        student,
-        teacher,
-        num_microbatches=1,
-        temperature=T,
-        weight=1.0,
-        vocabularies=VocabularyPair(own=own, taught=taught, loss=loss),
-    )
-    schedule = PipelineSchedule(student, num_microbatches=1, objective=feature.objective)
-    with feature.around_passes(0, batch):
-        total, _ = schedule.step(batch, labels_BS)
+    pair = VocabularyPair(own=own, taught=taught, loss=loss)
+    total = distill(student, teacher, pair, (batch, labels_BS))
     found = {n: p.grad.double() for n, p in student.named_parameters() if p.grad is not None}
 
     spans = align_batch(TokenAligner(*both), batch, labels_BS)
@@ -145,7 +150,7 @@ def test_a_step_has_the_loss_of_the_formulas(
             pairs,
         )
         begin, begin_taught = end, end_taught
-    assert float(total) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    assert total == pytest.approx(float(wanted.detach()), rel=1e-5)
     wanted.backward()
     for name, p in student.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -264,18 +269,9 @@ def test_the_losses_are_those_of_trl(both: tuple[TokenBytes, TokenBytes], tmp_pa
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = dict(line.split() for line in done.stdout.splitlines() if line[:4] in ("uld ", "gold"))
     for loss in ("uld", "gold"):
-        feature = DistillationFeature(
-            student,
-            teacher,
-            num_microbatches=1,
-            temperature=T,
-            weight=1.0,
-            vocabularies=VocabularyPair(own=own, taught=taught, loss=loss),
-        )
-        schedule = PipelineSchedule(student, num_microbatches=1, objective=feature.objective)
-        with feature.around_passes(0, batch):
-            total, _ = schedule.step(batch, labels_BS)
-        assert float(total) / spans.num_spans == pytest.approx(float(theirs[loss]), rel=1e-5)
+        pair = VocabularyPair(own=own, taught=taught, loss=loss)
+        total = distill(student, teacher, pair, (batch, labels_BS))
+        assert total / spans.num_spans == pytest.approx(float(theirs[loss]), rel=1e-5)
 
 
 def test_ranks_and_hidden_states_are_refused() -> None:
