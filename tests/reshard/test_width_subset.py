@@ -492,3 +492,12 @@ def test_a_config_that_cannot_say_the_sizes_is_refused(tmp_path: Path) -> None:
     reshard(tmp_path / "hf", tmp_path / "out", ffn_hidden_size=24, **options)
     assert stored_tensors(tmp_path / "out")
     assert verify(tmp_path / "hf", tmp_path / "out").verdict == "equal"
+
+
+def test_parts_of_a_model_that_is_not_known_are_not_chosen(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+    with raises(MappingError, "family and configuration", id="no-model-config", hint="--family"):
+        reshard(tmp_path / "a.safetensors", tmp_path / "out", to="torch_dist", layers="0")
