@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer, replaced, restored
 from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import HookLocation, places, tapped
+from megtool.model.hook_locations import HookLocation, places
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quantize import (
     fake_weight,
@@ -114,7 +113,7 @@ class FakeQuantModel:
             p for p in sites if (p.layer in stage.layers if p.layer is not None else stage.head)
         ]
         self._site_hooks: list[tuple[HookLocation, Callable[..., Any]]] = []
-        self._tapped = ExitStack()
+        self._original_hooks: list[tuple[HookLocation, Any]] = []
         self._hooks: list[RemovableHandle] = []
         self._replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._before_head: Callable[[], None] | None = None
@@ -137,7 +136,7 @@ class FakeQuantModel:
         )
 
     def start(self) -> FakeQuantModel:
-        """Compute like the engine from now on."""
+        """Compute like the engine from now on, also once nothing refers to this object."""
         decoder = self._decoder
         try:
             if find_streamer(decoder) is None:
@@ -148,12 +147,15 @@ class FakeQuantModel:
         except BaseException:
             self.stop()
             raise
-        self._tapped.enter_context(tapped(self._site_hooks))
+        for place, tap in self._site_hooks:
+            self._original_hooks.append((place, getattr(place.module, place.attribute)))
+            place.set(tap)
         return self
 
     def stop(self) -> None:
         """Compute with the decoder's own weights again."""
-        self._tapped.close()
+        for place, tap in reversed(self._original_hooks):
+            place.set(tap)
         for hook in self._hooks:
             hook.remove()
         if self._before_head is not None:
@@ -161,7 +163,7 @@ class FakeQuantModel:
         for name, (parameter, original) in self._replaced.items():
             if self._decoder.get_parameter(name) is parameter:
                 restored(self._decoder, name, original)
-        self._hooks, self._before_head = [], None
+        self._original_hooks, self._hooks, self._before_head = [], [], None
         self._replaced.clear()
 
     def __enter__(self) -> FakeQuantModel:
