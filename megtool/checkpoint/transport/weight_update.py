@@ -251,7 +251,7 @@ class _Integers:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory."""
-        return self.power.nbytes + self.pair.nbytes
+        return int(self.power.nbytes + self.pair.nbytes)
 
 
 def _multiply(a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64]) -> None:
