@@ -213,6 +213,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
     FormatError: {
         "source-not-found": "there is no such file or folder",
         "not-a-checkpoint": "no format recognizes the source",
+        "not-an-adapter": "there is no adapter in a form that is known",
         "iteration-not-found": "the save folder does not have the iteration",
         "incomplete-publication": "a run is publishing the checkpoint, or was stopped while it did",
         "unfinished-save": "the program that saved the checkpoint did not finish",
@@ -252,6 +253,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "no-model-config": "the checkpoint does not say which model it is",
         "foreign-adapter": "an adapter does not fit the model, or cannot be merged exactly",
         "unsupported-model": "a setting of the model is not supported",
+        "unsupported-adapter": "an adapter is more than low-rank updates, or has no exact form",
         "unsupported-by-engine": "the engine, or the format to write, cannot represent the model",
     },
     MissingPackageError: {

@@ -18,6 +18,7 @@ FLOORS = (
     {"tensors", "number_formats", "kernels"},
     {"checkpoint", "parallel"},
     {"convert", "model", "optim", "data"},
+    {"adapters"},
     {"reshard"},
     {"access", "audit"},
     {"inference"},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.families import Family
+from megtool.dtypes import dtype
 from megtool.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -63,3 +66,32 @@ class TargetView:
     fills: list[Padding]
     dropped: list[tuple[str, str]]
     config: ModelConfig | None = None
+
+
+def layer_number(name: str) -> str:
+    """The number of the layer a canonical name belongs to; empty outside of layers."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "layers" else ""
+
+
+def canonical_side(config: ModelConfig, layers: Collection[str] | None = None) -> CanonicalView:
+    """The canonical tensors of some layers (`""`: those outside of layers; None: all), each stored
+    unchanged.
+    """
+    config = replace(config, num_mtp_layers=0)
+    model = CanonicalModel(config, VOCABULARY)
+    kind = dtype("float32")
+    canonical = {
+        name: GlobalTensor(name=name, shape=model.at(index).shape(pattern), dtype=kind)
+        for pattern, entry in VOCABULARY.items()
+        if entry.flag is None or model.value(entry.flag)
+        for name, index in model.indexed_names(pattern)
+        if layers is None or layer_number(name) in layers
+    }
+    return CanonicalView(
+        dialect="hf",
+        tensors=tuple(canonical.values()),
+        placements={n: Placement.identity(n, t.shape) for n, t in canonical.items()},
+        canonical=canonical,
+        config=config,
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megtool.config import ParallelConfig
+from megtool.convert.canonical_view import canonical_side
 from megtool.inference.rank_weights import decoder_of
 from megtool.model.decoder import Decoder
 from megtool.model.fully_shard import is_layer
@@ -16,7 +17,7 @@ from megtool.model.pipeline import build_stages
 from megtool.model_config import ModelConfig
 from megtool.optim.fp8.fp8_weights import marked_block
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
+from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
 

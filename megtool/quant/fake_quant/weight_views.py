@@ -6,26 +6,22 @@ of one on this rank. The tables of load and reshard give the position of each el
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
-from megtool.convert.canonical_view import CanonicalView
+from megtool.convert.canonical_view import canonical_side, layer_number
 from megtool.convert.dialects import DialectOptions, write_side
 from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates, local_side, local_tensors
-from megtool.dtypes import dtype as named
 from megtool.errors import MappingError
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
-from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group
 from megtool.tensors.placement import Placement
-from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +49,11 @@ class WeightViews:
         self._decoder = decoder
         config, groups = decoder.config, decoder.groups
         layers = {str(n) for n in decoder.stage.layers}
-        names = {f"{m}.weight" for m in modules if _layer(m) in (*layers, "")}
+        names = {f"{m}.weight" for m in modules if layer_number(m) in (*layers, "")}
         self.parts: dict[str, ParameterPart] = {}
         if not names:
             return
-        side = canonical_side(config, {_layer(n) for n in names})
+        side = canonical_side(config, {layer_number(n) for n in names})
         for name in sorted(names - set(side.canonical)):
             raise MappingError(f"the model has no weight {name!r}", tensor=name)
         target = write_side(
@@ -129,35 +125,6 @@ class WeightViews:
     def _group(self, module: str) -> Group:
         groups = self._decoder.groups
         return groups.etp if ".experts." in module else groups.tp
-
-
-def _layer(name: str) -> str:
-    """The number of the layer a name belongs to; empty for the head."""
-    parts = name.split(".")
-    return parts[1] if parts[0] == "layers" else ""
-
-
-def canonical_side(config: ModelConfig, layers: Collection[str]) -> CanonicalView:
-    """The canonical tensors of some layers (`""`: those outside of layers), each stored
-    unchanged.
-    """
-    config = replace(config, num_mtp_layers=0)
-    model = CanonicalModel(config, VOCABULARY)
-    kind = named("float32")
-    canonical = {
-        name: GlobalTensor(name=name, shape=model.at(index).shape(pattern), dtype=kind)
-        for pattern, entry in VOCABULARY.items()
-        if entry.flag is None or model.value(entry.flag)
-        for name, index in model.indexed_names(pattern)
-        if _layer(name) in layers
-    }
-    return CanonicalView(
-        dialect="hf",
-        tensors=tuple(canonical.values()),
-        placements={n: Placement.identity(n, t.shape) for n, t in canonical.items()},
-        canonical=canonical,
-        config=config,
-    )
 
 
 def _strided(tensor: Tensor, p: Placement) -> Tensor:

@@ -15,12 +15,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megtool.convert.canonical_view import canonical_side
 from megtool.convert.dialects import write_side
 from megtool.convert.families import Family
 from megtool.errors import MappingError
 from megtool.model.lora import LoraSettings
 from megtool.model_config import ModelConfig
-from megtool.quant.fake_quant.weight_views import canonical_side
 from megtool.tensors.placement import Placement
 from megtool.train.features.adapter_tensors import A, B, canonical_modules
 

@@ -1,0 +1,143 @@
+"""PEFT's adapter_config.json: what it says of each matrix, and what of it is not done exactly."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.formats.auxiliary_files import check_json_size
+from megtool.checkpoint.formats.header_reader import parse_json
+from megtool.checkpoint.storage.files import read_file
+from megtool.errors import FormatError, MappingError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_SAFE_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA scales each row of the merged weight",
+    "use_qalora": "QALoRA sums groups of inputs",
+    "use_bdlora": "its matrices are block-diagonal",
+    "lora_bias": "its second matrices have biases",
+    "modules_to_save": "it replaces whole modules, too",
+    "trainable_token_indices": "it replaces rows of the embedding, too",
+    "layer_replication": "its model has layers of the base model several times",
+    "alora_invocation_tokens": "it applies to the tokens after some others only",
+    "arrow_config": "it routes each token to one of several adapters",
+    "kasa_config": "it takes parts of the base model's weights away",
+    "monteclora_config": "its matrices are drawn at random",
+    "megatron_config": "its modules are those of a Megatron model",
+}
+"""Settings that make more of an adapter than a low-rank update of each weight, and what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """The settings of an adapter that its matrices do not say.
+
+    `ranks` and `alphas` are patterns of module names, of which the first that matches counts.
+    """
+
+    path: Path
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    target_parameters: tuple[str, ...]
+    content: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> PeftConfig:
+        """The settings in a file.
+
+        Raises:
+            FormatError: it is not the configuration of an adapter.
+            MappingError: the adapter is more than a low-rank update of each weight.
+        """
+        data = read_file(path)
+        check_json_size(data, path)
+        content = parse_json(data, path)
+        if not isinstance(content, dict):
+            raise FormatError("an adapter's configuration is no JSON object", file=path)
+        _refuse_others(content, path)
+        ranks, alphas = (_pattern(content, f"{name}_pattern", path) for name in ("rank", "alpha"))
+        return cls(
+            path=path,
+            rank=int(_number(content, "r", 8, path)),
+            alpha=_number(content, "lora_alpha", 8, path),
+            is_rank_stabilized=bool(content.get("use_rslora")),
+            ranks={k: int(v) for k, v in ranks.items()},
+            alphas=alphas,
+            target_parameters=tuple(content.get("target_parameters") or ()),
+            content=content,
+        )
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's matrices, by its name in the model."""
+        return int(_match(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """The factor of the product of a module's matrices."""
+        rank = self.rank_of(module)
+        alpha = _match(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
+
+
+def _match(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that matches the end of a name, as PEFT finds it."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _refuse_others(content: Mapping[str, Any], path: Path) -> None:
+    def refuse(setting: str, reason: str) -> MappingError:
+        return MappingError(
+            f"the adapter has {setting}: {reason}",
+            file=path,
+            hint="merge it with PEFT (merge_and_unload), and take the merged model",
+            error_id="unsupported-adapter",
+        )
+
+    kind = content.get("peft_type")
+    if kind != "LORA":
+        raise refuse(f"peft_type {kind!r}", "only LORA is read")
+    for setting, reason in _REFUSED.items():
+        if content.get(setting):
+            raise refuse(setting, reason)
+    for setting, value in content.items():
+        if setting.startswith("use_") and value and setting != "use_rslora":
+            raise refuse(setting, "what it does is not known")
+    if content.get("bias", "none") != "none":
+        raise refuse(f"bias {content['bias']!r}", "it replaces biases of the base model, too")
+    start = content.get("init_lora_weights", True)
+    if start not in _SAFE_INITIALIZATIONS:
+        raise refuse(
+            f"init_lora_weights {start!r}", "it belongs to other weights than the base model's"
+        )
+
+
+def _number(content: Mapping[str, Any], key: str, default: float, path: Path) -> float:
+    value = content.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise FormatError(f"{key!r} is {value!r}, no number above 0", file=path)
+    return value
+
+
+def _pattern(content: Mapping[str, Any], key: str, path: Path) -> dict[str, float]:
+    pattern = content.get(key) or {}
+    if not isinstance(pattern, dict):
+        raise FormatError(f"{key!r} is {pattern!r}, no table of patterns", file=path)
+    for name in pattern:
+        try:
+            re.compile(name)
+        except re.error as e:
+            raise FormatError(f"the pattern {name!r} in {key!r} is invalid: {e}", file=path) from e
+    return {name: _number(pattern, name, 1, path) for name in pattern}

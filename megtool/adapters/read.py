@@ -1,0 +1,30 @@
+"""Open an adapter, in whichever form it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megtool.adapters.peft import is_peft, read_peft
+from megtool.adapters.stored_adapter import StoredAdapter
+from megtool.checkpoint.storage.location import location
+from megtool.errors import FormatError
+
+
+def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> StoredAdapter:
+    """The adapter in a folder, from headers and small files alone.
+
+    `iteration` is one of a save folder, by default the latest.
+
+    Raises:
+        FormatError: there is no adapter, or a damaged one.
+        MappingError: it is more than a low-rank update of each weight.
+    """
+    folder = location(path)
+    if is_peft(folder):
+        return read_peft(folder)
+    raise FormatError(
+        "there is no adapter",
+        file=folder,
+        hint="PEFT's has adapter_config.json",
+        error_id="not-an-adapter",
+    )

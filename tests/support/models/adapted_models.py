@@ -1,0 +1,67 @@
+"""Adapters that PEFT writes for tiny models, and the models that it merges them into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import Tensor
+
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.weight_update import WeightUpdate
+from megtool.reshard.open_source import open_source
+
+TOKENS = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def load_model(folder: Path) -> Any:
+    """The model of a Hugging Face folder, by transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def save_adapter(base: Path, folder: Path, **settings: Any) -> Any:
+    """PEFT's model of a base and a random adapter, which is saved to `folder`."""
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings})
+    model = peft.get_peft_model(load_model(base), config).eval()
+    with torch.no_grad():
+        for n, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            if "lora_" in name:
+                torch.manual_seed(n)
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    """What a model of transformers computes of `TOKENS`."""
+    with torch.no_grad():
+        out: Tensor = model(TOKENS).logits
+    return out
+
+
+def read_canonical(folder: Path) -> dict[str, Tensor]:
+    """All canonical tensors of a checkpoint of float32, flat."""
+    source = open_source(folder)
+    with CheckpointReader(source.catalogue, Files()) as reader:
+        return {
+            name: torch.from_numpy(
+                reader.open_canonical(source.placement_of(name)).read().copy()
+            ).view(source.view.canonical[name].shape)
+            for name in source.view.canonical
+        }
+
+
+def add_updates(
+    weights: Mapping[str, Tensor], updates: Mapping[str, WeightUpdate]
+) -> dict[str, Tensor]:
+    """Canonical weights with what an adapter adds to them, in float64."""
+    out = {name: tensor.double() for name, tensor in weights.items()}
+    for name, update in updates.items():
+        up, down = (factor[:, :].double() for factor in (update.up, update.down))
+        out[name] = out[name] + update.scale * (up @ down)
+    return out
