@@ -251,9 +251,9 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "modelopt-quantizers": "what ModelOpt's quantizers hold would be lost",
         "missing-tensors": "tensors of the model are missing",
         "no-model-config": "the checkpoint does not say which model it is",
-        "foreign-adapter": "an adapter does not fit the model, or cannot be merged exactly",
         "unsupported-model": "a setting of the model is not supported",
         "unsupported-adapter": "an adapter is more than low-rank updates, or has no exact form",
+        "foreign-adapter": "an adapter is of another model",
         "unsupported-by-engine": "the engine, or the format to write, cannot represent the model",
     },
     MissingPackageError: {

@@ -382,6 +382,8 @@ def _needs_torch(plan: ReshardPlan) -> bool:
         if e.op in (Op.CAST, Op.DECODE) and needs_torch(source_dtype, target_dtype):
             return True
         accumulated = sum_dtype(target_dtype)
+        if e.op is Op.MERGE:
+            return True
         if e.op is Op.REDUCE and (
             needs_torch(source_dtype, accumulated) or needs_torch(accumulated, target_dtype)
         ):

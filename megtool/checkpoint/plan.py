@@ -21,6 +21,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
     from megtool.checkpoint.computed_tensors import TensorFeed
+    from megtool.checkpoint.transport.weight_update import WeightUpdate
     from megtool.checkpoint.workers.plan_share import PlanShare
 
 KERNEL_RUN_BYTES = 64 * 1024
@@ -39,14 +40,16 @@ class Op(StrEnum):
     FILL = "fill"
     REDUCE = "reduce"
     ENCODE = "encode"
+    MERGE = "merge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSource:
-    """A checkpoint to read and the placements of its canonical tensors."""
+    """A checkpoint to read, the placements of its canonical tensors, and what is added to some."""
 
     catalogue: Catalogue
     placements: Mapping[str, Placement]
+    updates: Mapping[str, WeightUpdate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,8 @@ class PlanEntry:
     tensors of source number `source_index` and of the target; fills have no source (-1).
 
     A reduction is one entry per source, in order: the first writes the sum of all, each times its
-    `share`, and the others have its number in `adds_to`, which is -1 for entries that write.
+    `share`, and the others have its number in `adds_to`, which is -1 for entries that write. A
+    merge adds `update` to the source's elements.
     """
 
     canonical: str
@@ -94,6 +98,7 @@ class PlanEntry:
     fill: float = 0.0
     share: float = 1.0
     adds_to: int = -1
+    update: WeightUpdate | None = None
 
     @property
     def shift(self) -> float:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import Fill, Op, PlanEntry, PlanSource
 from megtool.errors import MappingError
+from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement, refine
+
+if TYPE_CHECKING:
+    from megtool.checkpoint.transport.weight_update import WeightUpdate
 
 View = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _Refined = dict[tuple[View, View], tuple[View, View]]
@@ -30,7 +36,9 @@ def build_entries(
         if shares and _is_float_target(p, target):
             out += _reduction_entries(name, source_name, p, sources, target, shares, len(out))
         else:
-            out.append(_copy_entry(name, source_name, p, sources, target, refined))
+            entry = _copy_entry(name, source_name, p, sources, target, refined)
+            update = sources[entry.source_index].updates.get(source_name)
+            out.append(entry if update is None else _merge_entry(entry, update, sources, target))
     return out + [_fill_entry(f, target) for f in fills]
 
 
@@ -101,6 +109,34 @@ def _copy_entry(
         source=placement,
         target=target_placement,
     )
+
+
+def _merge_entry(
+    entry: PlanEntry, update: WeightUpdate, sources: Sequence[PlanSource], target: Catalogue
+) -> PlanEntry:
+    """The entry of a tensor to which an update is added.
+
+    Raises:
+        MappingError: the sum has no meaning: of another number of elements, of integers or of
+            floats that have scales, which an update would leave wrong.
+    """
+    kinds = [
+        sources[entry.source_index].catalogue.tensors[entry.source_tensor],
+        target.tensors[entry.target_tensor],
+    ]
+    coded = [t for t in kinds if not t.packing and (not t.dtype.is_float or t.dtype.itemsize == 1)]
+    if coded or entry.shift or entry.target.shift or numel(entry.shape) != math.prod(update.shape):
+        what = f"is of {coded[0].dtype}" if coded else f"is of view {list(entry.shape)}"
+        raise MappingError(
+            f"{entry.canonical!r} {what}, to which an update of {list(update.shape)} is not added",
+            file=update.file,
+            tensor=kinds[0].name,
+            hint="an update is added to floats of 16 bits or more; --dtype bfloat16 writes them"
+            if coded
+            else "the adapter is of another model",
+            error_id="foreign-adapter",
+        )
+    return replace(entry, op=Op.MERGE, update=update)
 
 
 def _is_float_target(p: Placement, target: Catalogue) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.transport.tile import COMPUTED_BYTES
+from megtool.checkpoint.transport.weight_update import UPDATE_CACHE_BYTES, UpdateAdder
 from megtool.checkpoint.transport.worker import NUM_BUFFERS
 from megtool.console import format_bytes
 from megtool.dtypes import dtype
@@ -21,6 +22,7 @@ STRIDED_RATE = 2.5e9
 CAST_RATE = 2.0e9
 DECODE_RATE = 0.5e9
 REDUCE_RATE = 0.7e9
+MERGE_RATE = 0.3e9
 FILL_RATE = 4.0e9
 """Nominal bytes per second of one thread, in the target, with files in the page cache.
 
@@ -52,11 +54,13 @@ class OpBytes:
     decode: int
     fill: int
     reduce: int = 0
+    merge: int = 0
 
     @property
     def total(self) -> int:
         """All bytes of tensors."""
-        return self.kernel + self.strided + self.cast + self.decode + self.fill + self.reduce
+        copied = self.kernel + self.strided + self.cast + self.decode + self.fill
+        return copied + self.reduce + self.merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,7 @@ class PlanSummary:
             "decode": "decoded",
             "fill": "filled",
             "reduce": "averaged",
+            "merge": "merged with updates",
         }
         for field in fields(self.num_bytes):
             if n := getattr(self.num_bytes, field.name):
@@ -156,6 +161,7 @@ def summarize(
         decode=by_op[Op.DECODE],
         fill=by_op[Op.FILL],
         reduce=by_op[Op.REDUCE],
+        merge=by_op[Op.MERGE],
     )
     used, derived = set[tuple[int, int]](), set[tuple[int, int]]()
     for e in entries:
@@ -180,11 +186,14 @@ def summarize(
         threads=threads,
         peak_buffer_bytes=_peak(
             int(written[~kernel].max(initial=0)),
-            COMPUTED_BYTES if any(c.packed for c in plan.sources) else DEFAULT_BUFFER_BYTES,
+            COMPUTED_BYTES
+            if num_bytes.merge or any(c.packed for c in plan.sources)
+            else DEFAULT_BUFFER_BYTES,
             threads=threads,
             memory_bytes=memory_bytes,
-            slots=NUM_BUFFERS + bool(num_bytes.reduce),
-        ),
+            slots=NUM_BUFFERS + bool(num_bytes.reduce or num_bytes.merge),
+        )
+        + threads * _adder_bytes(plan, memory_bytes // threads // NUM_BUFFERS),
         seconds=_seconds(num_bytes, threads, _reduced_bytes(plan)),
         fingerprint=plan.fingerprint,
     )
@@ -207,7 +216,7 @@ def _read_bytes(plan: ReshardPlan, volume: Ints) -> int:
     stored = [_stored_bytes(c) for c in plan.sources]
     total = 0
     for e, n in zip(plan.entries, volume.tolist(), strict=True):
-        if e.op is Op.DECODE:
+        if e.op is not Op.FILL and plan.source_tensor(e).packing:
             elements = numel(plan.source_tensor(e).shape)
             total += int(stored[e.source_index][e.source_tensor]) * n // max(elements, 1)
         elif e.op is not Op.FILL:
@@ -246,6 +255,13 @@ def _reduced_bytes(plan: ReshardPlan) -> int:
     )
 
 
+def _adder_bytes(plan: ReshardPlan, share_bytes: int) -> int:
+    """The most memory with which one thread adds an update."""
+    cache_bytes = min(UPDATE_CACHE_BYTES, max(share_bytes, MIN_BUFFER_BYTES))
+    sizes = (UpdateAdder.num_bytes(e.update, cache_bytes) for e in plan.entries if e.update)
+    return max(sizes, default=0)
+
+
 def _peak(
     largest_bytes: int,
     default_bytes: int,
@@ -268,6 +284,7 @@ def _seconds(num_bytes: OpBytes, threads: int, reduced_bytes: int = 0) -> float:
         + num_bytes.cast / CAST_RATE
         + num_bytes.decode / DECODE_RATE
         + num_bytes.fill / FILL_RATE
+        + num_bytes.merge / MERGE_RATE
         + reduced_bytes / REDUCE_RATE
     )
     return alone / min(1 + THREAD_GAIN * (threads - 1), MAX_GAIN)

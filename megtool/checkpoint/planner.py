@@ -55,13 +55,14 @@ def build_plan(
     provides it. If the target stores a tensor several times (for example once per tensor-parallel
     rank), it has further names, which `copies` maps to the canonical one. With `shares`, one per
     source, the target is their weighted sum: every source that places a float tensor adds to it.
-    `feeds` fill what no placement does. `options` is part of the fingerprint.
+    `feeds` fill what no placement does. `options` is part of the fingerprint, and so are the
+    elements of all updates, which are read for it.
     The copies are those of the share of `worker` alone, unless that takes the plan of all: with
     feeds, and where tensors are written between others.
 
     Raises:
         MappingError: no source has a tensor that the target needs, or source and target
-            placements do not agree.
+            placements do not agree, or an update does not fit its tensor.
         CoverageError: an element would be written twice or not at all, or a source tensor is
             neither used nor listed in `dropped`.
     """
@@ -358,6 +359,7 @@ def _fingerprint(plan: ReshardPlan, options: str) -> str:
             (entry.target_tensor, entry.fill, entry.shape, b.base, b.dims, b.mults, entry.shift),
             (entry.share, entry.adds_to),
             (a.base, a.dims, a.mults) if a else None,
+            entry.update.digest if entry.update else None,
         )
     for feed in plan.feeds:
         mix([(p.canonical, p.stored, p.shape, p.base, p.dims, p.mults) for p in feed.reads])

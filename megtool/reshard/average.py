@@ -116,12 +116,12 @@ def _has_mean(tensor: GlobalTensor) -> bool:
     return tensor.dtype.is_float and is_number
 
 
-def dropped_optimizers(sources: Sequence[CheckpointSource]) -> list[DroppedItem]:
-    """The optimizer state of checkpoints, which their mean does not have."""
+def dropped_optimizers(sources: Sequence[CheckpointSource], model: str) -> list[DroppedItem]:
+    """The optimizer state of checkpoints, which the `model` made of their weights does not have."""
     return [
         DroppedItem(
             name=f"optimizer state of {source.path}",
-            reason=f"the mean of several checkpoints has no optimizer state "
+            reason=f"{model} has no optimizer state "
             f"({format_bytes(source.optimizer_bytes)}; --optimizer-format none leaves it out)",
             num_bytes=source.optimizer_bytes,
         )

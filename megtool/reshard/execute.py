@@ -29,6 +29,7 @@ from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.merge import AdapterMerge, check_merge
 from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
@@ -89,6 +90,7 @@ class ReshardJob:
 
     source: CheckpointSource
     average: Average | None
+    merge: AdapterMerge | None
     target: Target
     plan: ReshardPlan
     inventory: Inventory
@@ -106,26 +108,32 @@ def plan_reshard(
     options: TargetOptions,
     execution: ExecutionOptions,
     *,
+    merge: AdapterMerge | None = None,
     constants: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> ReshardJob:
     """Plan a reshard, of the mean of several checkpoints if `average` is given.
 
+    `merge` is added to weights; the source then is read without optimizer state.
     `constants` are new values of small stored tensors, which replace the source's tensors of the
     same names and take their dtypes and shapes.
 
     Raises:
-        MegtoolError: see `make_target` and `planner.build`.
+        MegtoolError: see `make_target`, `check_merge` and `planner.build`.
         CoverageError: with `execution.strict`, something would be dropped.
     """
-    if average:
-        source = replace(source, pruning=None)  # a mean equals no part of another model
+    if average or merge:
+        source = replace(source, pruning=None)  # the result equals no part of another model
+    if merge:
+        check_merge(source, merge, options.amax)
     target = make_target(source, options)
     if source.pruning is not None and target.is_file:
         _LOG.warning("a single file has no record of what was pruned: write a folder to verify it")
     others = average.others if average else ()
     dropped = list(target.dropped)
     if average and options.optimizer != NONE:
-        dropped += dropped_optimizers([source, *others])
+        dropped += dropped_optimizers([source, *others], "the mean of several checkpoints")
+    if merge and options.optimizer != NONE:
+        dropped += dropped_optimizers([source], "a model with a merged adapter")
     feeds: list[ConstantFeed] = []
     if constants:
         feeds = [_constant_feed(target, constants)]
@@ -137,7 +145,11 @@ def plan_reshard(
     copies |= {n: first for n, first in source.repeats.items() if n in target.side.placements}
     plan = build_plan(
         [
-            PlanSource(catalogue=source.catalogue, placements=placements_read(source, target)),
+            PlanSource(
+                catalogue=source.catalogue,
+                placements=placements_read(source, target),
+                updates=merge.updates if merge else {},
+            ),
             *averaged_sources(source, others),
         ],
         target.destination,
@@ -160,6 +172,7 @@ def plan_reshard(
     return ReshardJob(
         source=source,
         average=average,
+        merge=merge,
         target=target,
         plan=plan,
         inventory=inventory,
@@ -365,6 +378,7 @@ def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardRepor
         left_out=source.left_out,
         replicated=tuple(target.replicated),
         shares=_shares(job),
+        merge=job.merge,
         pruned=tuple(describe_kept(source.pruning)) if source.pruning else (),
         amax=target.amax,
         **facts,

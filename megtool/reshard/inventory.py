@@ -21,8 +21,8 @@ class Inventory:
     """What became of everything in the source, by its names there; each name occurs once.
 
     `moved` items are in the target unchanged, whatever their names there; `derived` ones are cast,
-    decoded, averaged or rewritten. The keys are `KINDS`; parts of Megatron's common state count as
-    objects.
+    decoded, averaged, merged or rewritten. The keys are `KINDS`; parts of Megatron's common state
+    count as objects.
     """
 
     moved: dict[str, tuple[str, ...]]

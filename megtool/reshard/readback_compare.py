@@ -24,13 +24,14 @@ from megtool.checkpoint.transport.cast import add_shift, cast
 from megtool.checkpoint.transport.reduce import sum_dtype
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
+from megtool.checkpoint.transport.weight_update import UpdateAdder, WeightUpdate
 from megtool.dtypes import DType
 from megtool.errors import DigestError
 from megtool.reshard.readback import find_written, open_tree
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_headers import READBACK_HINT
 from megtool.reshard.writers.target_spec import Target
-from megtool.tensors.box import numel
+from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement, narrow, refine
 
 
@@ -54,9 +55,9 @@ def compare_with_source(
 ) -> ReadbackReport:
     """Open what was written to `tree` as any checkpoint is opened, and compare it bit by bit.
 
-    Every tensor has to equal the source's, cast to the dtype that is written, or the mean of all
-    sources. Small files have to hold what was planned. Copies of one tensor in several files are
-    compared with each other. Padding is not compared.
+    Every tensor has to equal the source's, cast to the dtype that is written, or its sum with an
+    update, or the mean of all sources. Small files have to hold what was planned. Copies of one
+    tensor in several files are compared with each other. Padding is not compared.
 
     Raises:
         DigestError: the first difference, or it cannot be read at all.
@@ -147,7 +148,8 @@ class _ExpectedTensors:
     """What a plan should have written, by canonical name: dtypes, and where it is read.
 
     `terms` are sources by number, each with its placement; a mean has several, and `shares`.
-    `shifts` is what the target adds to the elements that it stores.
+    `shifts` is what the target adds to the elements that it stores, and `updates` what is added to
+    those of the source.
     """
 
     def __init__(self, plan: ReshardPlan) -> None:
@@ -156,6 +158,7 @@ class _ExpectedTensors:
         self.terms: dict[str, list[tuple[int, Placement]]] = {}
         self.shares: dict[str, list[float]] = {}
         self.shifts: dict[str, float] = {}
+        self.updates: dict[str, WeightUpdate] = {}
         self.num_bytes = 0
         for number, entry in enumerate(plan.entries):
             if entry.op is Op.FILL or not entry.writes or entry.source is None:
@@ -169,11 +172,13 @@ class _ExpectedTensors:
             self.terms[name] = [(t.source_index, t.source) for t in entries if t.source]
             if entry.op is Op.REDUCE:
                 self.shares[name] = [t.share for t in entries]
+            if entry.update is not None:
+                self.updates[name] = entry.update
 
 
 @dataclass(slots=True, kw_only=True)
 class _ExpectedSource(ComparedSource):
-    """The source as the target should have it: tensors are cast, and averaged, as they are read."""
+    """The source as the target should have it: cast, averaged and updated as it is read."""
 
     expected: _ExpectedTensors
     readers: Sequence[CheckpointReader]
@@ -194,13 +199,17 @@ class _ExpectedSource(ComparedSource):
         """Open the box `lo:hi` of a tensor's view."""
         dtype = self.expected.dtypes[placement.canonical]
         shares = self.expected.shares.get(placement.canonical)
-        kind = dtype if shares is None else sum_dtype(dtype)
+        update = self.expected.updates.get(placement.canonical)
+        kind = dtype if shares is None and update is None else sum_dtype(dtype)
         views = [
             self.readers[index].open_canonical(narrow(term, lo, hi), kind)
             for index, term in self._terms(placement)
         ]
         if shares is not None:
             return _MeanView(list(zip(shares, views, strict=True)), dtype)
+        if update is not None:
+            first = sum(i * s for i, s in zip(lo, strides(placement.shape), strict=True))
+            return _MergedView(views[0], dtype, update, first)
         by = self.expected.shifts[placement.canonical]
         return _ShiftedView(views[0], dtype, by) if by else views[0]
 
@@ -223,6 +232,25 @@ class _ShiftedView:
                 out = np.empty_like(part)
                 for values, by in ((part, self._by), (out, -self._by)):
                     add_shift(values, self.dtype, out, self.dtype, by)
+                yield offset, out
+
+
+class _MergedView:
+    """Elements of float32 or float64, from number `first` on, with an update added, as `dtype`."""
+
+    def __init__(self, view: ReadableView, dtype: DType, update: WeightUpdate, first: int) -> None:
+        self._view, self.dtype, self._first = view, dtype, first
+        self._adder = UpdateAdder(update)
+
+    def tiles(self, max_bytes: int) -> Generator[tuple[int, Array], None, None]:
+        """Consecutive elements, each tile with the flat index of its first."""
+        kind = sum_dtype(self.dtype)
+        with closing(self._view.tiles(max_bytes)) as stream:
+            for offset, part in stream:
+                with np.errstate(all="ignore"):  # weights may contain Inf and NaN
+                    self._adder.add(part.view(kind.view), self._first + offset)
+                out = np.empty(part.size, self.dtype.view)
+                cast(part, kind, out, self.dtype)
                 yield offset, out
 
 

@@ -19,8 +19,9 @@ from megtool.reshard.written_digests import describe_digests
 if TYPE_CHECKING:
     from megtool.checkpoint.workers.record import WorkerStatus
     from megtool.reshard.megatron.amax_report import AmaxReport
+    from megtool.reshard.merge import AdapterMerge
 
-_NESTED = ("plan", "inventory", "amax", "worker", "flows")
+_NESTED = ("plan", "inventory", "merge", "amax", "worker", "flows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +29,17 @@ class ReshardReport(Report):
     """The result of a reshard, or with `dry_run` its plan.
 
     `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
-    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `pruned` says
-    which parts of a larger model it has, `replicated`
-    the tensors that are whole in every rank's files because --replicate says so.
+    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `merge` is
+    the adapter that was added to weights, `pruned` says which parts of a larger model it has,
+    `replicated` the tensors that are whole in every rank's files because --replicate says so.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none; `digested_files` are the files that have one. `peak_rss_bytes` is the
     peak resident set of this process, with libraries and mapped files. `overflowed` counts, by the
     source's tensors, numbers that are too large for float16 and became infinite. `verified` tensors
-    were read back and equal the source's, cast or averaged; None without `verify`. `amax` reports
-    FP8's delayed scaling state. `worker` is set in a run of several workers; only the one that
-    published has counted what all have written. `flows` are the bytes from source files to target
-    files, and `stages` the seconds of each part of the work.
+    were read back and equal the source's, cast, averaged or merged; None without `verify`. `amax`
+    reports FP8's delayed scaling state. `worker` is set in a run of several workers; only the one
+    that published has counted what all have written. `flows` are the bytes from source files to
+    target files, and `stages` the seconds of each part of the work.
     """
 
     source: str
@@ -54,6 +55,7 @@ class ReshardReport(Report):
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
+    merge: AdapterMerge | None = None
     pruned: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     amax: AmaxReport | None = None
@@ -85,7 +87,7 @@ class ReshardReport(Report):
 
     @property
     def derived(self) -> dict[str, tuple[str, ...]]:
-        """What is cast, decoded, averaged or rewritten, by kind."""
+        """What is cast, decoded, averaged, merged or rewritten, by kind."""
         return self.inventory.derived
 
     @property
@@ -98,6 +100,7 @@ class ReshardReport(Report):
         names = [n for n in self.__dataclass_fields__ if n not in _NESTED]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
+        out["merge"] = self.merge.to_json() if self.merge else None
         out["amax"] = self.amax.to_json() if self.amax else None
         out["worker"] = self.worker.to_json() if self.worker else None
         out["flows"] = self.flows.to_json() if self.flows else None
@@ -113,6 +116,8 @@ class ReshardReport(Report):
         yield "family", self.family or "unknown: tensors keep their names"
         for path, share in self.shares:
             yield "average", f"{share:.6g} of {path}"
+        if self.merge is not None:
+            yield "merged", self.merge.describe()
         yield from (("pruned", text) for text in self.pruned)
         if self.target_format in RANK_SHARDED_FORMATS:
             yield "layout", self._format_layout()

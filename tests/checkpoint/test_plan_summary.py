@@ -69,6 +69,7 @@ def test_bytes_are_counted_by_operation(plan):
         "decode": 8,
         "fill": 4,
         "reduce": 0,
+        "merge": 0,
     }
     assert s.num_bytes.total == sum(t.num_bytes for t in plan.target.catalogue.tensors)
     assert s.read_bytes == 2 * ROWS * 16 + 40 + 32 // 2

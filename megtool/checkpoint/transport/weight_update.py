@@ -39,7 +39,7 @@ RANKS = 512
 ROWS, COLUMNS = 64, 512
 """Of the cells in which an update is computed, which stay in a core's L2 cache."""
 
-CACHE_BYTES = 16 << 20
+UPDATE_CACHE_BYTES = 16 << 20
 """Of the integers of cells that are kept for the next box."""
 
 _READ_ELEMENTS = 1 << 20
@@ -151,13 +151,13 @@ class UpdateAdder:
     `num_bytes` is the most memory that it takes.
     """
 
-    def __init__(self, update: WeightUpdate, *, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, update: WeightUpdate, *, cache_bytes: int = UPDATE_CACHE_BYTES) -> None:
         self._update, self._cache_bytes = update, cache_bytes
         self._cells: dict[tuple[str, int, int], _Integers] = {}
         self._products = np.empty((2, ROWS * COLUMNS))
 
     @staticmethod
-    def num_bytes(update: WeightUpdate, cache_bytes: int = CACHE_BYTES) -> int:
+    def num_bytes(update: WeightUpdate, cache_bytes: int = UPDATE_CACHE_BYTES) -> int:
         """Memory of an adder: products, and the integers of cells."""
         out, width = update.shape
         whole = (out + width) * (update.rank * 16 + 8)

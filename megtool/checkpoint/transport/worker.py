@@ -20,6 +20,7 @@ from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.storage.populate import populate
 from megtool.checkpoint.transport.cast import add_shift, encode_element
 from megtool.checkpoint.transport.kernel_copy import CopyRuns, plan_kernel_copies, spans_of
+from megtool.checkpoint.transport.merge import MergedTiles
 from megtool.checkpoint.transport.quantized_decode import PackedTileReader, open_tile_reader
 from megtool.checkpoint.transport.reduce import WeightedSum, sum_dtype
 from megtool.checkpoint.transport.shard_locator import FileView, ShardLocator
@@ -33,6 +34,11 @@ from megtool.checkpoint.transport.tile import (
     halve_box,
     shaped_buffer,
     split_box,
+)
+from megtool.checkpoint.transport.weight_update import (
+    UPDATE_CACHE_BYTES,
+    UpdateAdder,
+    WeightUpdate,
 )
 from megtool.checkpoint.transport.work_units import (
     FeedUnit,
@@ -60,6 +66,7 @@ NUM_BUFFERS = 6
 
 
 Tiles = Generator[tuple[Index, Array], None, None]
+AnyReader = TileReader | PackedTileReader | WeightedSum | MergedTiles
 
 
 class Stopped(Exception):
@@ -106,6 +113,7 @@ class Worker:
         self._tile_bytes = min(run.tile_bytes, self._cap)
         self._done: Counter[Op] = Counter()
         self._unreported = 0
+        self._adder_bytes = 0
         self._verify = self._differs = False
 
     def do(self, unit: Unit, *, verify: bool) -> None:
@@ -261,7 +269,7 @@ class Worker:
         sink = _locate_pieces(
             run.target, entry.target, entry.target_tensor, plan.target_pieces, under
         )
-        reader: TileReader | PackedTileReader | WeightedSum | None = None
+        reader: AnyReader | None = None
         if entry.op is Op.FILL:
             size, tiles = self._tile_bytes, self._filled(entry, slab)
         else:
@@ -288,16 +296,15 @@ class Worker:
         add_shift(np.ascontiguousarray(tile), kind, out, kind, -entry.target.shift)
         return out
 
-    def _open_tiles(
-        self, slab: Slab, sink: FileView
-    ) -> tuple[int, TileReader | PackedTileReader | WeightedSum]:
+    def _open_tiles(self, slab: Slab, sink: FileView) -> tuple[int, AnyReader]:
         """The tile size of a slab, and the reader that converts (and sums) its tiles."""
         plan, run = self._plan, self._run
-        target = plan.target_tensor(plan.entries[slab.entry]).dtype
+        slab_entry = plan.entries[slab.entry]
+        target = plan.target_tensor(slab_entry).dtype
         terms = plan.terms(slab.entry)
-        reduces = plan.entries[slab.entry].op is Op.REDUCE
-        kind = sum_dtype(target) if reduces else target
-        cap = run.memory_bytes // (NUM_BUFFERS + 1) if reduces else self._cap
+        sums = slab_entry.op in (Op.REDUCE, Op.MERGE)
+        kind = sum_dtype(target) if sums else target
+        cap = run.memory_bytes // (NUM_BUFFERS + 1) if sums else self._cap
         file_views: list[FileView] = []
         cell = kind.itemsize
         for entry in (plan.entries[n] for n in terms):
@@ -310,7 +317,8 @@ class Worker:
             )
             cell = max(cell, plan.source_dtype_bytes(entry))
         decodes = any(file_view.packed is not None for file_view in file_views)
-        default = min(COMPUTED_BYTES, cap) if decodes else self._tile_bytes
+        computes = decodes or slab_entry.update is not None
+        default = min(COMPUTED_BYTES, cap) if computes else self._tile_bytes
         size = choose_tile_bytes([*file_views, sink], slab.lo, slab.hi, cell, default, cap)
         readers = [
             open_tile_reader(
@@ -325,8 +333,20 @@ class Worker:
             )
             for n, file_view in zip(terms, file_views, strict=True)
         ]
-        if not reduces:
+        if not sums:
             return size, readers[0]
+        if slab_entry.update is not None:
+            merge = MergedTiles(
+                readers[0],
+                self._open_adder(slab_entry.update),
+                self._buffers,
+                shape=slab_entry.shape,
+                target=target,
+                tile_bytes=size,
+                cell_bytes=cell,
+                depth=cut_depth(plan, slab.entry),
+            )
+            return size, merge
         shares = [plan.entries[n].share for n in terms]
         reduction = WeightedSum(
             list(zip(shares, readers, strict=True)),
@@ -337,6 +357,15 @@ class Worker:
             depth=cut_depth(plan, slab.entry),
         )
         return size, reduction
+
+    def _open_adder(self, update: WeightUpdate) -> UpdateAdder:
+        """What adds an update, in memory that is counted once for this thread."""
+        cache_bytes = min(UPDATE_CACHE_BYTES, self._cap)
+        more = UpdateAdder.num_bytes(update, cache_bytes) - self._adder_bytes
+        if more > 0:
+            self._run.peak.add(more)
+            self._adder_bytes += more
+        return UpdateAdder(update, cache_bytes=cache_bytes)
 
     def _filled(self, entry: PlanEntry, slab: Slab) -> Tiles:
         target = self._plan.target_tensor(entry).dtype

@@ -1,0 +1,89 @@
+"""Low-rank updates (an adapter) that are merged into a model's weights while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.checkpoint.transport.weight_update import WeightUpdate
+from megtool.convert.dialects import is_optimizer_state
+from megtool.errors import MappingError, UsageError, listed
+from megtool.reshard.megatron.amax_report import AmaxOptions
+from megtool.reshard.source import CheckpointSource, require_model
+
+EMBEDDING, HEAD = "embed.weight", "head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterMerge:
+    """What is added to canonical weights of a source, by their names, and the adapter it is of."""
+
+    adapter: str
+    updates: Mapping[str, WeightUpdate]
+
+    def describe(self) -> str:
+        """The adapter in words, with the ranks and scales of its updates."""
+        words = []
+        for noun, values in (("rank", self._ranks()), ("scale", self._scales())):
+            some = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+            words.append(f"{noun} {some}")
+        return f"{len(self.updates):,} weights with {self.adapter}: {', '.join(words)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The adapter and the weights as plain data."""
+        return {
+            "adapter": self.adapter,
+            "weights": sorted(self.updates),
+            "ranks": self._ranks(),
+            "scales": self._scales(),
+        }
+
+    def _ranks(self) -> list[int]:
+        return sorted({u.rank for u in self.updates.values()})
+
+    def _scales(self) -> list[float]:
+        return sorted({float(u.scale) for u in self.updates.values()})
+
+
+def check_merge(source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions) -> None:
+    """Refuse updates that the checkpoint's weights cannot take exactly.
+
+    Raises:
+        MappingError: the model is not known or has no such weights, or ties one of them to another
+            that the update is not for.
+        UsageError: optimizer state, or FP8 state of the weights as they were, would be written.
+    """
+    require_model(source, "merging an adapter")
+    weights, updates, file = source.view.canonical, merge.updates, merge.adapter
+    if source.view.states or any(is_optimizer_state(name) for name in weights):
+        raise UsageError(
+            "the optimizer state of the source belongs to its weights without the adapter",
+            hint="leave --optimizer-format out, and only the model is written",
+        )
+    if amax.mode == "rebuild":
+        raise UsageError(
+            "--amax rebuild computes FP8 scaling state from weights without the adapter",
+            hint="merge first, then rebuild the state with `reshard DST OTHER --amax rebuild`",
+        )
+    if not updates:
+        raise MappingError("the adapter updates no weight", file=file, error_id="foreign-adapter")
+    if source.config.tied_embeddings and (tied := {EMBEDDING, HEAD} & updates.keys()):
+        raise MappingError(
+            "the adapter updates the embedding or the output layer, and the model has one weight "
+            "for both",
+            file=file,
+            tensor=min(tied),
+            hint="merged, the update would change both: serve the adapter beside the model",
+            error_id="unsupported-adapter",
+        )
+    if unknown := [name for name in updates if name not in weights]:
+        raise MappingError(
+            f"the model has no weights of these names: {listed(unknown)}",
+            file=file,
+            tensor=unknown[0],
+            hint="the adapter is of another model",
+            error_id="foreign-adapter",
+        )
+    for name, update in updates.items():
+        update.check_shape(name, weights[name].shape)
