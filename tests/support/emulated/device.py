@@ -14,12 +14,14 @@ event has happened. Triton's kernels run in its interpreter.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,6 +174,11 @@ def start(library: Path) -> None:
     """Make this process one with a GPU; torch may not have been imported before."""
     assert "torch" not in sys.modules
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Autograd's thread of the device aborts the process where it wants the interpreter at its end
+    # ("terminate called without an active exception"): it is not woken then, and has a moment to
+    # let go of the last backward pass's graph.
+    os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0")
+    atexit.register(time.sleep, 0.2)
     loaded = ctypes.CDLL(str(library))
     import torch
 
