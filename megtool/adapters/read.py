@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megtool.adapters.bridge import is_bridge, read_bridge
 from megtool.adapters.peft import is_peft, read_peft
 from megtool.adapters.stored_adapter import StoredAdapter
+from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError
 
@@ -22,9 +24,12 @@ def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> Sto
     folder = location(path)
     if is_peft(folder):
         return read_peft(folder)
+    catalogue = open_checkpoint(folder, iteration=iteration)
+    if is_bridge(catalogue):
+        return read_bridge(catalogue)
     raise FormatError(
-        "there is no adapter",
+        "the checkpoint has no adapter",
         file=folder,
-        hint="PEFT's has adapter_config.json",
+        hint="PEFT's has adapter_config.json, Megatron-Bridge's tensors `*.adapter.linear_in.*`",
         error_id="not-an-adapter",
     )

@@ -61,10 +61,11 @@ class LazyMatrix:
         return self.derive(lambda tensor: tensor.index_select(dim, index), shape)
 
     def of_expert(self, number: int | None) -> LazyMatrix:
-        """The matrix of one expert; itself if there is one matrix for all."""
+        """The matrix of one expert, or the one that all share."""
         if len(self.shape) == 2 or number is None:
             return self
-        return self.derive(lambda tensor: tensor[number], self.shape[1:])
+        index = number if self.shape[0] > 1 else 0
+        return self.derive(lambda tensor: tensor[index], self.shape[1:])
 
 
 def open_matrix(catalogue: Catalogue, name: str, files: Files) -> LazyMatrix:
@@ -94,7 +95,8 @@ class AdaptedWeight:
 
     `down` is `[rank, in]` and `up` `[out, rank]`, or both have a leading dimension of experts;
     `tensor` is the stored name of one of them, for errors. `part` names the canonical weight (`q`)
-    whose rows are those of `up`, where the stored one has several.
+    whose rows are those of `up`, where the stored one has several. A checkpoint of ranks has the
+    rows of `up` in `row_pieces` pieces.
     """
 
     name: str
@@ -103,6 +105,7 @@ class AdaptedWeight:
     scale: float
     tensor: str
     part: str | None = None
+    row_pieces: int = 1
 
     @property
     def rank(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -62,6 +62,11 @@ class DialectWeights:
         self._by_tail: dict[str, list[str]] = {}
         for stored in self._shapes:
             self._by_tail.setdefault(_split_tail(stored)[1], []).append(stored)
+
+    @property
+    def stored(self) -> Collection[str]:
+        """The names of all stored tensors."""
+        return self._shapes.keys()
 
     def find(self, name: str) -> str | None:
         """The stored weight called `name`, whatever the model is called in which it is.

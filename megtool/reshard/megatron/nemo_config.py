@@ -7,20 +7,17 @@ plain data: nothing that a target names is imported.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.storage.files import read_file
+from megtool.checkpoint.plain_yaml import read_yaml
 from megtool.convert.hybrid_pattern import OLD_PATTERN, PATTERN
 from megtool.convert.megatron import EMBEDDING, split_state
 from megtool.errors import FormatError
 
 NEMO_FILE, BRIDGE_FILE = "context/model.yaml", "run_config.yaml"
 
-_MAX_BYTES = 16 << 20
 _RENAMED = {
     "num_moe_experts": "num_experts",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
@@ -98,36 +95,6 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("params_dtype", "pipeline_dtype"):
         out.pop(name, None)
     return out
-
-
-def read_yaml(path: Path) -> Any:
-    """The contents of a YAML file as plain values; its tags are ignored.
-
-    Raises:
-        FormatError: it is too large, or invalid.
-    """
-    yaml: Any = importlib.import_module("yaml")
-
-    def untagged(self: Any, _: str, node: Any) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return self.construct_mapping(node, deep=True)
-        if isinstance(node, yaml.SequenceNode):
-            return self.construct_sequence(node, deep=True)
-        return self.construct_scalar(node)
-
-    # Ignores tags that are not YAML's own, and `<<`, with which a small file can grow without end.
-    inert = {"flatten_mapping": lambda *_: None}
-    loader: Any = type("Untagged", (yaml.SafeLoader,), inert)
-    loader.add_multi_constructor("", untagged)
-    size = path.stat().st_size
-    if size > _MAX_BYTES:
-        raise FormatError(f"the configuration has {size:,} bytes, which is too much", file=path)
-    try:
-        return yaml.load(read_file(path), Loader=loader)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as e:
-        raise FormatError(
-            f"the YAML is invalid: {' '.join(str(e).split())[:120]}", file=path
-        ) from e
 
 
 def _target_name(value: Any) -> str:

@@ -13,6 +13,7 @@ import torch
 from megtool import reshard, verify
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.plain_yaml import read_yaml
 from megtool.config import ParallelConfig
 from megtool.convert.megatron_args import config_from_args
 from megtool.errors import FormatError
@@ -23,7 +24,7 @@ from megtool.reshard.megatron.bridge_files import (
     make_run_config,
     make_train_state,
 )
-from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
+from megtool.reshard.megatron.nemo_config import args_from_section
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.old_formats import Materialize, as_fragments, rename_tensors
 from tests.support.checkpoints.trained import config, write

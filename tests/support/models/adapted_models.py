@@ -14,7 +14,10 @@ from torch import Tensor
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.weight_update import WeightUpdate
+from megtool.model.batch import Batch
+from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.reshard.open_source import open_source
+from megtool.train.build_model import load_for_training
 
 TOKENS = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -65,3 +68,17 @@ def add_updates(
         up, down = (factor[:, :].double() for factor in (update.up, update.down))
         out[name] = out[name] + update.scale * (up @ down)
     return out
+
+
+def decoder_logits(base: Path, updates: Mapping[str, WeightUpdate], tokens_BS: Tensor) -> Tensor:
+    """What our decoder computes with the weights of a checkpoint and what is added to them."""
+    (decoder,) = load_for_training(open_source(base), None, dtype="float32", threads=1)
+    modules = {name.removesuffix(".weight"): update for name, update in updates.items()}
+    views = WeightViews(decoder, modules)
+    for module, update in modules.items():
+        up, down = (factor[:, :].double() for factor in (update.up, update.down))
+        delta = update.scale * (up @ down)
+        views.write(module, (views.read(module).double() + delta).float())
+    decoder.eval()
+    with torch.inference_mode():
+        return decoder(Batch(tokens_BS=tokens_BS)).clone()
