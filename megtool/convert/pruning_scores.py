@@ -254,7 +254,10 @@ def _best(scores: Scores, count: int) -> tuple[int, ...]:
 
 def _check_size(flag: str, size: int, whole: int) -> None:
     if not 1 <= size <= whole:
-        raise UsageError(f"{flag} is {size}, and the model has {whole}", hint=f"1 to {whole}")
+        raise UsageError(
+            f"{flag} is {size}, and the model has {whole}",
+            hint=f"1 to {whole}" if whole else f"leave {flag} out",
+        )
 
 
 def _check_count(scores: Scores, count: int, what: str, file: Path) -> None:
