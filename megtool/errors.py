@@ -254,6 +254,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "unsupported-model": "a setting of the model is not supported",
         "unsupported-adapter": "an adapter is more than low-rank updates, or has no exact form",
         "foreign-adapter": "an adapter is of another model",
+        "unsupported-rotation": "a rotation would change what the model computes, or has no matrix",
         "unsupported-by-engine": "the engine, or the format to write, cannot represent the model",
     },
     MissingPackageError: {

@@ -2,16 +2,18 @@
 
 python examples/benchmarks/four_bit_quality.py --model FOLDER --data TEXT --held-out TEXT
     [--held-out TEXT] [--seeds 0,1,2] [--recipes mxfp4,mxfp4_gptq] [--folder NAME=FOLDER]
-    [--set steps=50] [--auto-round PYTHON] [--auto-round-steps 50] [--batch-size 1]
-    [--samples 16] [--length 512] [--tokens 8192]
+    [--set steps=50] [--rotation r1=hadamard,r2=hadamard] [--group-size 32]
+    [--auto-round PYTHON] [--auto-round-steps 50] [--batch-size 1] [--samples 16]
+    [--length 512] [--tokens 8192]
 
 FOLDER is a Hugging Face folder. Rows of TEXT to calibrate on are drawn at random, once for each
 seed. The loss is measured as engines compute the written folder, on the first tokens of each
 `--held-out`: its mean over seeds, their standard deviation, and the largest standard error of one
 of them, which is the noise of a text of so many tokens. `--folder` measures what another tool
-quantized. `--set` changes an option of the algorithm in all recipes that have it. `--auto-round`
-names a Python with auto-round, which then quantizes the same rows in the formats of the recipes,
-on the CPU, in as many threads; seconds are of the CPU, without measuring.
+quantized. `--set` changes an option of the algorithm in all recipes that have it. Each `--rotation`
+adds a row for every recipe with its weights rotated; random ones have the seed of the run.
+`--auto-round` names a Python with auto-round, which then quantizes the same rows in the formats of
+the recipes, on the CPU, in as many threads; seconds are of the CPU, without measuring.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from megtool.reshard.open_source import open_decoder
 WINDOW = 2048
 RECIPES = "mxfp4,mxfp4_gptq,nvfp4,nvfp4_gptq"
 AUTO_ROUND = "auto-round "
+ROTATED = "rotated by"
 AUTO_ROUND_SCRIPT = """
 import json, sys
 import torch
@@ -74,6 +77,8 @@ def main() -> None:
     options.add_argument("--recipes", default=RECIPES, help="separated by commas")
     options.add_argument("--folder", action="append", default=[], help="NAME=FOLDER")
     options.add_argument("--set", action="append", default=[], help="OPTION=VALUE of recipes")
+    options.add_argument("--rotation", action="append", default=[], help="KEY=VALUE,...")
+    options.add_argument("--group-size", type=int, help="of formats that have several")
     options.add_argument("--auto-round", type=Path, help="a Python that has auto-round")
     options.add_argument("--auto-round-steps", type=int, default=50, help="for each layer")
     options.add_argument(
@@ -95,7 +100,8 @@ def main() -> None:
         recipes = [n for n in given.recipes.split(",") if n]
         algos = dict.fromkeys(algos_of(load_recipe(n)) for n in recipes)
         peers = [AUTO_ROUND + a for a in algos] if given.auto_round else []
-        for name in (*recipes, *peers, *folders):
+        rotated = [f"{n} {ROTATED} {r}" for n in recipes for r in given.rotation]
+        for name in (*recipes, *rotated, *peers, *folders):
             measure(given, name, folders.get(name), place / "out", before, nearest, table)
             show(given, place, [table])
 
@@ -114,11 +120,13 @@ def measure(
     `nearest` holds the losses of recipes that round to nearest, by their formats.
     """
     is_peer = name.startswith(AUTO_ROUND)
-    recipe = None if folder or is_peer else load_recipe(name)
+    base, _, rotation = name.partition(f" {ROTATED} ")
+    recipe = None if folder or is_peer else load_recipe(base)
     uses_data = is_peer or (recipe is not None and recipe.method != "none")
+    varies = uses_data or "random" in rotation
     seeds = [int(s) for s in given.seeds.split(",")]
     runs, seconds = [], []
-    for seed in seeds if uses_data else seeds[:1]:
+    for seed in seeds if varies else seeds[:1]:
         began, written = cpu_seconds(), Path(folder or out)
         if is_peer:
             written = auto_round(given, name.removeprefix(AUTO_ROUND), seed, out)
@@ -129,8 +137,15 @@ def measure(
                 "seq_length": given.length,
                 "seed": seed,
             }
-            changed = with_options(name, given.set, out.with_suffix(".yaml"))
-            quantize(given.model, out, recipe=changed, fsync=False, **(drawn if uses_data else {}))
+            changed = with_options(base, given.set, rotation, seed, out.with_suffix(".yaml"))
+            quantize(
+                given.model,
+                out,
+                recipe=changed,
+                group_size=given.group_size,
+                fsync=False,
+                **(drawn if uses_data else {}),
+            )
         seconds.append(cpu_seconds() - began)
         runs.append([losses_of(written, t, given.tokens) for t in given.held_out])
         shutil.rmtree(out, ignore_errors=True)
@@ -142,7 +157,7 @@ def measure(
     means = [
         [float((run[n] - before[n]).mean()) for run in runs] for n in range(len(given.held_out))
     ]
-    if recipe is not None and recipe.method in ("none", "max"):
+    if recipe is not None and recipe.method in ("none", "max") and not rotation:
         nearest.setdefault(algos, [sum(m) / len(m) for m in means])
     for n, text in enumerate(given.held_out):
         loss = sum(means[n]) / len(runs)
@@ -172,15 +187,20 @@ def algos_of(recipe: Recipe) -> str:
     return ",".join(sorted(f.algo for f in recipe.formats.values()))
 
 
-def with_options(name: str, options: list[str], path: Path) -> str:
-    """A recipe with options of its algorithm changed, if it has them; its name or its file."""
+def with_options(name: str, options: list[str], rotation: str, seed: int, path: Path) -> str:
+    """A recipe with options of its algorithm changed, if it has them, and with a rotation, if there
+    is one; its name or its file."""
     recipe = load_recipe(name)
     changed = dict(option.split("=", 1) for option in options)
     changed = {k: v for k, v in changed.items() if k in recipe.algorithm}
-    if not changed:
+    if not changed and not rotation:
         return name
     text = yaml.safe_load((files("megtool.quant_recipes") / f"{name}.yaml").read_text())
-    text["algorithm"] |= {k: yaml.safe_load(v) for k, v in changed.items()}
+    if changed:
+        text["algorithm"] |= {k: yaml.safe_load(v) for k, v in changed.items()}
+    if rotation:
+        keys = dict(option.split("=", 1) for option in rotation.split(","))
+        text["rotation"] = {k: yaml.safe_load(v) for k, v in keys.items()} | {"seed": seed}
     path.write_text(yaml.safe_dump(text))
     return str(path)
 

@@ -114,6 +114,7 @@ def _summary(r: Recipe) -> dict[str, Any]:
         "dialect": r.dialect,
         "first_match_wins": r.first_wins,
         "algorithm": dict(r.algorithm),
+        **({"rotation": r.rotation.to_json()} if r.rotation else {}),
         "formats": formats,
     }
 

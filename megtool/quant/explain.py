@@ -83,6 +83,7 @@ class ExplainReport(Report):
     dialect: str
     first_match_wins: bool
     algorithm: Mapping[str, Any]
+    rotation: Mapping[str, Any] | None
     target: str | None
     doubt: str
     rules: tuple[RuleLine, ...]
@@ -93,6 +94,7 @@ class ExplainReport(Report):
     kv_bytes: int
     kv_source_bytes: int
     is_estimate: bool
+    rotation_text: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +109,8 @@ class ExplainReport(Report):
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        out: dict[str, Any] = {n: getattr(self, n) for n in self.__dataclass_fields__}
+        names = [n for n in self.__dataclass_fields__ if n != "rotation_text"]
+        out: dict[str, Any] = {n: getattr(self, n) for n in names}
         for name in ("rules", "modules", "formats"):
             out[name] = [asdict(line) for line in getattr(self, name)]
         out["algorithm"] = dict(self.algorithm)
@@ -122,6 +125,8 @@ class ExplainReport(Report):
         options = [f"{k} {v}" for k, v in self.algorithm.items() if k != "method"]
         yield "family", self.family or "unknown"
         yield "algorithm", ", ".join([str(self.algorithm.get("method", "none")), *options])
+        if self.rotation is not None:
+            yield "rotation", self.rotation_text
         order = "first" if self.first_match_wins else "last"
         yield "dialect", f"{self.dialect}: the {order} rule that matches decides"
         if self.target:
@@ -224,6 +229,8 @@ def explain(resolved: ResolvedRecipe) -> ExplainReport:
         dialect=recipe.dialect,
         first_match_wins=recipe.first_wins,
         algorithm=dict(recipe.algorithm),
+        rotation=recipe.rotation.to_json() if recipe.rotation else None,
+        rotation_text=resolved.rotation,
         target=target.name if target else None,
         doubt=resolved.doubt,
         rules=tuple(

@@ -20,6 +20,7 @@ from megtool.quant.recipes.match import MatchResult, match_rules
 from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import RecipeProblems
+from megtool.quant.rotation.rotate import rotate
 from megtool.reshard.fp8_state.modelopt_amax import is_amax_buffer
 from megtool.reshard.open_source import TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
@@ -27,9 +28,13 @@ from megtool.reshard.source import CheckpointSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRecipe:
-    """A checkpoint, a recipe, and the decisions of the recipe about every module."""
+    """A checkpoint, a recipe, and the decisions of the recipe about every module.
+
+    `source` is rotated if the recipe says so, `original` is the checkpoint as it is.
+    """
 
     source: CheckpointSource
+    original: CheckpointSource
     recipe: Recipe
     modules: Modules
     matched: MatchResult
@@ -44,6 +49,16 @@ class ResolvedRecipe:
     def architecture(self) -> str:
         """The model class in config.json, or "" if unknown."""
         return find_model_class(self.source)
+
+    @property
+    def rotation(self) -> str:
+        """The rotations in words, and what else they change; "" if there are none."""
+        settings = self.recipe.rotation
+        if settings is None:
+            return ""
+        was_tied = self.original.config.tied_embeddings and not self.source.config.tied_embeddings
+        untied = "; embeddings and output layer are no longer tied" if was_tied else ""
+        return settings.describe() + untied
 
     @property
     def doubt(self) -> str:
@@ -73,6 +88,7 @@ def resolve_recipe(
         RecipeError: the recipe is invalid, or does not fit the model or the engine; lists all
             problems.
         UsageError: unknown engine.
+        MappingError: the recipe has a rotation, and the model would compute something else.
         MegtoolError: the checkpoint cannot be read, or the model is unknown.
     """
     engine = parse_engine(target) if target else None
@@ -87,6 +103,10 @@ def resolve_recipe(
         tensors=TensorFilter(ignore=is_amax_buffer),
     )
     _check_stacks(source_)
+    original = source_
+    if parsed.rotation is not None:
+        problems.raise_all()
+        source_ = rotate(source_, parsed.rotation)
     modules = list_modules(source_.view)
     _check_cache(source_, parsed, problems)
     _check_names(parsed, modules, problems)
@@ -100,7 +120,12 @@ def resolve_recipe(
         check_engine(engine, parsed, matched.decisions, problems, architecture=architecture)
     problems.raise_all()
     return ResolvedRecipe(
-        source=source_, recipe=parsed, modules=modules, matched=matched, target=engine
+        source=source_,
+        original=original,
+        recipe=parsed,
+        modules=modules,
+        matched=matched,
+        target=engine,
     )
 
 

@@ -1,8 +1,7 @@
 """Tensors gathered from rows and columns of stored ones, as shards that are read whole.
 
-What stays of a tensor when indices are left out has no affine place in a file. So it is cut into
-blocks of whole rows of a few megabytes, and each block is a shard that `EncodedChunks` reads: it
-goes through the same plan, digests and proofs as any other, whatever is written from it.
+What stays of a tensor when indices are left out has no affine place in a file, so it is computed,
+in blocks of whole rows.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, EncodedChunks, Extents, ShardOffsets
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.computed_tensors import RegionReader
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.tensors.box import Boxes, concatenate, numel
+from megtool.reshard.computed_shards import BLOCK_BYTES, ComputedTensor, Corner, with_computed
+from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
-from megtool.tensors.sharded import GlobalTensor, Shards
-
-BLOCK_BYTES = 4 << 20
-"""Rows are read, and shards are made, in blocks of at most about this many bytes."""
+from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,64 +51,17 @@ def with_gathered(
     catalogue: Catalogue, removed: frozenset[str], gathered: Sequence[GatheredTensor]
 ) -> Catalogue:
     """The catalogue without the stored tensors in `removed`, and with gathered ones instead."""
-    others = catalogue.select(lambda name: name not in removed)
-    blocks = [
-        (number, lo, hi)
-        for number, tensor in enumerate(gathered)
-        for lo, hi in _row_blocks(tensor, catalogue[tensor.placement.stored].dtype.itemsize)
-    ]
-    tensors = [
-        GlobalTensor(name=t.name, shape=t.new_shape, dtype=catalogue[t.placement.stored].dtype)
-        for t in gathered
-    ]
-    ndim = max(others.shards.boxes.ndim, *(len(t.shape) for t in tensors))
-    first, count = len(others.tensors), len(others.shards)
-    boxes = Boxes.of(
-        [_block_box(gathered[n].new_shape, lo, hi, ndim) for n, lo, hi in blocks], ndim
-    )
-    old = others.shards
-    shards = Shards(
-        np.concatenate([old.tensor, [first + n for n, _, _ in blocks]]).astype(np.int32),
-        concatenate([old.boxes, boxes], ndim),
-        np.concatenate([old.owner, np.zeros(len(blocks), np.int32)]).astype(np.int32),
-    )
-    files = [_file_of(catalogue, gathered[n].placement.stored) for n, _, _ in blocks]
-    sizes = boxes.volume() * np.array([tensors[n].dtype.itemsize for n, _, _ in blocks], np.int64)
-    extents = Extents(
-        file=np.concatenate([others.extents.file, files]).astype(np.int32),
-        offset=np.concatenate([others.extents.offset, np.zeros(len(blocks), np.int64)]),
-        length=np.concatenate([others.extents.length, sizes]),
-        contained=True,
-    )
-    chunks = others.encoded_chunks
-    mask = np.zeros(count, bool) if chunks is None else chunks.mask
-    reader = _GatherReader(catalogue, gathered)
-
-    def read(row: int) -> NDArray[np.uint8]:
-        if row < count and chunks is not None:
-            return chunks.read(row)
-        number, lo, hi = blocks[row - count]
-        return reader.read(number, lo, hi)
-
-    def locate(rows: NDArray[np.int64]) -> ShardOffsets:
-        is_old = rows < count
-        offset = np.zeros(len(rows), np.int64)
-        places = np.flatnonzero(is_old)
-        located = others.locate(rows[places])
-        offset[places] = located.offset
-        return ShardOffsets(
-            offset=offset, strides={int(places[k]): v for k, v in located.strides.items()}
+    computed = []
+    for t in gathered:
+        dtype = catalogue[t.placement.stored].dtype
+        computed.append(
+            ComputedTensor(
+                tensor=GlobalTensor(name=t.name, shape=t.new_shape, dtype=dtype),
+                of=t.placement.stored,
+                blocks=_row_blocks(t, dtype.itemsize),
+            )
         )
-
-    return replace(
-        others,
-        tensors=[*others.tensors, *tensors],
-        shards=shards,
-        extents=extents,
-        locate_contained=locate,
-        encoded_chunks=EncodedChunks(np.concatenate([mask, np.ones(len(blocks), bool)]), read),
-        _index={},
-    )
+    return with_computed(catalogue, removed, computed, _GatherReader(catalogue, gathered).read)
 
 
 class _GatherReader:
@@ -123,8 +73,8 @@ class _GatherReader:
         self._lock = threading.Lock()
         weakref.finalize(self, self._reader.close)
 
-    def read(self, number: int, lo: int, hi: int) -> NDArray[np.uint8]:
-        """The bytes of rows `lo` to `hi` of what stays of a tensor."""
+    def read(self, number: int, lo: Corner, hi: Corner) -> NDArray[np.uint8]:
+        """The bytes of rows `lo[0]` to `hi[0]` of what stays of a tensor."""
         tensor = self._gathered[number]
         stored = self._catalogue[tensor.placement.stored]
         placement = replace(tensor.placement, shift=0.0)
@@ -138,7 +88,9 @@ class _GatherReader:
             if not tensor.shape:
                 return elements.read(0, 1).copy().view(np.uint8)
             inner = tensor.shape[1:]
-            rows = np.arange(lo, hi) if tensor.indices[0] is None else tensor.indices[0][lo:hi]
+            rows = np.arange(lo[0], hi[0])
+            if tensor.indices[0] is not None:
+                rows = tensor.indices[0][lo[0] : hi[0]]
             out = np.empty((len(rows), *tensor.new_shape[1:]), stored.dtype.view)
             row_size = numel(inner)
             step = max(1, BLOCK_BYTES // max(1, row_size * stored.dtype.itemsize))
@@ -165,28 +117,16 @@ def _take(
     return out
 
 
-def _row_blocks(tensor: GatheredTensor, itemsize: int) -> list[tuple[int, int]]:
+def _row_blocks(tensor: GatheredTensor, itemsize: int) -> list[tuple[Corner, Corner]]:
     """The rows of what stays in blocks of about `BLOCK_BYTES`."""
     shape = tensor.new_shape
     if not shape:
-        return [(0, 1)]
+        return [((), ())]
     step = max(1, BLOCK_BYTES // max(1, numel(shape[1:]) * itemsize))
-    return [(lo, min(lo + step, shape[0])) for lo in range(0, shape[0], step)]
-
-
-def _block_box(shape: Sequence[int], lo: int, hi: int, ndim: int) -> tuple[list[int], list[int]]:
-    more = ndim - len(shape)
-    first, last = ([lo], [hi]) if shape else ([], [])
-    return (
-        [*first, *[0] * (len(shape) - len(first)), *[0] * more],
-        [*last, *shape[len(last) :], *[1] * more],
-    )
-
-
-def _file_of(catalogue: Catalogue, stored: str) -> int:
-    """A file that a stored tensor is in."""
-    rows = catalogue.shards.of(catalogue.index[stored])
-    return int(catalogue.extents.file[rows.start]) if rows.stop > rows.start else 0
+    inner = (0,) * (len(shape) - 1)
+    return [
+        ((lo, *inner), (min(lo + step, shape[0]), *shape[1:])) for lo in range(0, shape[0], step)
+    ]
 
 
 def expand(indices: Sequence[int] | None, block: int) -> NDArray[np.int64] | None:

@@ -54,7 +54,8 @@ class CheckpointSource:
     optimizer state that was not asked for. `edited` maps small files to contents that replace those
     on disk. `repeats` maps canonical tensors that the model has twice, and the checkpoint once, to
     the name under which they are read. `pruning` records what was left out of the
-    whole model (see `width_subset`).
+    whole model (see `width_subset`). `rotation` has the `settings` of the rotations that its
+    weights are multiplied by, and the `transform_config` of compressed-tensors that describes them.
     """
 
     path: Path
@@ -69,6 +70,7 @@ class CheckpointSource:
     edited: Mapping[str, bytes] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
     pruning: Mapping[str, Any] | None = None
+    rotation: Mapping[str, Any] | None = None
 
     @property
     def is_canonical(self) -> bool:

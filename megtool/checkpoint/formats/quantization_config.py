@@ -26,3 +26,28 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(modelopt_config, dict) and isinstance(modelopt_config.get("quantization"), dict):
         return {"quant_method": "modelopt", **modelopt_config["quantization"]}
     return None
+
+
+_OFFLINE_LOCATIONS = ("weight_input", "weight_output")
+"""Where a rotation is in the weights already (compressed-tensors, `TransformLocation`)."""
+
+
+def online_transforms(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The rotations of a quantization config that an engine has to compute, as `group: location`.
+
+    What is not understood counts as one.
+    """
+    transforms = config.get("transform_config")
+    if not transforms:
+        return ()
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    if not isinstance(groups, dict):
+        return ("transform_config: no config_groups",)
+    out: list[str] = []
+    for name, scheme in groups.items():
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        for args in applied if isinstance(applied, list) else [None]:
+            location = args.get("location") if isinstance(args, dict) else None
+            if location not in _OFFLINE_LOCATIONS:
+                out.append(f"{name}: {location}")
+    return tuple(dict.fromkeys(out))

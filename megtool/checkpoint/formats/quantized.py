@@ -18,7 +18,10 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, IgnoredTensor, StoredPart
 from megtool.checkpoint.formats.header_reader import short_repr
-from megtool.checkpoint.formats.quantization_config import quantization_config
+from megtool.checkpoint.formats.quantization_config import (
+    online_transforms,
+    quantization_config,
+)
 from megtool.checkpoint.formats.quantized_parts import (
     AS_STORED_HINT,
     FP8_SCALES,
@@ -33,7 +36,7 @@ from megtool.checkpoint.formats.quantized_parts import (
     find_word_codes,
 )
 from megtool.dtypes import DType, dtype
-from megtool.errors import FormatError
+from megtool.errors import FormatError, listed
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
 
@@ -88,15 +91,21 @@ def find_packed_weights(
             + AS_STORED_HINT,
             error_id="unsupported-quantization",
         )
-    for key in ("sparsity_config", "transform_config"):
-        section = config.get(key)
-        if isinstance(section, dict) and section and section.get("format") != "dense":
-            raise FormatError(
-                f"its {key} {short_repr(section)} is not decoded",
-                file=catalogue.root,
-                hint=AS_STORED_HINT,
-                error_id="unsupported-quantization",
-            )
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity and sparsity.get("format") != "dense":
+        raise FormatError(
+            f"its sparsity_config {short_repr(sparsity)} is not decoded",
+            file=catalogue.root,
+            hint=AS_STORED_HINT,
+            error_id="unsupported-quantization",
+        )
+    if online := online_transforms(config):  # others are in the weights
+        raise FormatError(
+            f"its transform_config has rotations that engines compute: {listed(online)}",
+            file=catalogue.root,
+            hint=AS_STORED_HINT,
+            error_id="unsupported-quantization",
+        )
     if method == "quark":
         _check_quark(catalogue, config)
     stored = PartFinder(catalogue, QuantGranularity.from_config(config))

@@ -114,6 +114,16 @@ def with_blocks(config: bytes, unquantized: Iterable[str]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def with_transforms(config: bytes, transforms: Mapping[str, Any]) -> bytes:
+    """A config.json whose `quantization_config` says how the weights are rotated.
+
+    Engines need not read it: these rotations are in the weights.
+    """
+    value = json.loads(config)
+    value["quantization_config"]["transform_config"] = transforms
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 

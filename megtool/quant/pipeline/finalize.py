@@ -40,7 +40,7 @@ from megtool.quant.recipes.modules import is_in_expert_blocks
 from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.open_source import open_decoder
+from megtool.reshard.open_source import open_decoder, require_decoder
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import TargetOptions
@@ -226,6 +226,7 @@ def _report(
         family=resolved.family,
         recipe=resolved.recipe.name,
         method=resolved.recipe.method,
+        rotation=resolved.rotation,
         target=resolved.target.name if resolved.target else None,
         doubt=resolved.doubt,
         formats=format_rows(request.decisions),
@@ -310,7 +311,7 @@ def _evaluate(
     from megtool.inference.compare import compare
     from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel, StoredQuantization
 
-    source = request.model_source
+    source = require_decoder(request.resolved.original)
     written = open_decoder(request.destination)
     texts = request.evaluation
     window = min(_WINDOW, source.config.max_positions)

@@ -143,6 +143,7 @@ class QuantizeReport(Report):
     family: str | None = None
     recipe: str = ""
     method: str = "none"
+    rotation: str = ""
     target: str | None = None
     doubt: str = ""
     formats: tuple[FormatRow, ...] = ()
@@ -202,6 +203,8 @@ class QuantizeReport(Report):
         """The summary."""
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
+        if self.rotation:
+            yield "rotation", self.rotation
         if self.worker is not None:
             yield "worker", self.worker.describe()
         if self.target:

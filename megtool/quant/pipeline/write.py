@@ -30,7 +30,12 @@ from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
 from megtool.errors import MegtoolError
-from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks, with_quantization
+from megtool.quant.packed_tensors.hf_config import (
+    hf_quant_config,
+    with_blocks,
+    with_quantization,
+    with_transforms,
+)
 from megtool.quant.packed_tensors.modelopt_tensors import needs_amax
 from megtool.quant.packed_tensors.pack import find_amaxes
 from megtool.quant.pipeline.stored_layout import (
@@ -180,7 +185,8 @@ def write(
     if not execution.dry_run:
         find_shared_amaxes(source, modules, system, threads=execution.threads, progress=progress)
     shard_bytes = options.max_shard_bytes or DEFAULT_SHARD_BYTES
-    options_key = repr((__version__, execution.digest.value))
+    settings = (source.rotation or {}).get("settings")
+    options_key = repr((__version__, execution.digest.value, *([settings] if settings else [])))
     if planned is None:
         plan = _plan(source, decisions, qparams, modules, target, shard_bytes, options_key)
     else:
@@ -315,6 +321,9 @@ def _plan(
     tensors += [s.tensor for s in kv_scales]
     small = {n: data for n, data in target.destination.small_files.items() if n != INDEX}
     small |= _quantization_config(decisions, modules, target, small)
+    if source.rotation is not None and "config.json" in small:
+        transforms = source.rotation["transform_config"]
+        small["config.json"] = with_transforms(small["config.json"], transforms)
     destination = plan_safetensors_layout(tensors, max_shard_bytes=shard_bytes, small_files=small)
     placements = {n: p for n, p in target.side.placements.items() if n not in replaced}
     return build_plan(

@@ -15,9 +15,10 @@ from megtool.quant.recipes.algorithm import METHODS, check_methods, read_algorit
 from megtool.quant.recipes.formats import FORMATS, KV_BITS, RecipeFormat
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
+from megtool.quant.recipes.rotation import RotationSettings, read_rotation
 from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule, read_condition, read_texts
 
-_TOP = ("description", "algorithm", "formats", "rules")
+_TOP = ("description", "algorithm", "rotation", "formats", "rules")
 _FORMAT = (
     "algo",
     "kv_algo",
@@ -40,7 +41,8 @@ class Recipe:
     `first_wins`: the first matching rule decides, else the last. `scheme` is the naming scheme of
     patterns. `strict`: rules without effect are errors; recipes of other dialects list names of
     many models. `notes` describe differences from the file. `spaces` are the quantizer settings of
-    ModelOpt's entries, several lists if ModelOpt chooses among formats.
+    ModelOpt's entries, several lists if ModelOpt chooses among formats. `rotation` is multiplied
+    into the weights first.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Recipe:
     notes: tuple[str, ...] = ()
     spaces: tuple[Any, ...] = ()
     bits: float = 0.0
+    rotation: RotationSettings | None = None
 
     @property
     def folds_scales(self) -> bool:
@@ -82,6 +85,7 @@ def read_recipe(node: Node, name: str, problems: RecipeProblems) -> Recipe:
         algorithm=algorithm,
         formats=formats,
         rules=_rules(node, formats, problems),
+        rotation=read_rotation(node.get("rotation"), problems),
     )
 
 

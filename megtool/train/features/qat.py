@@ -204,6 +204,13 @@ def make_qat_request(
     decided = resolve_recipe(
         path, recipe, iteration=settings.iteration, family=settings.family, like=settings.like
     )
+    if decided.recipe.rotation is not None:
+        raise UsageError(
+            f"--qat {recipe} cannot be used: it rotates the weights, and training does not",
+            hint="a recipe without rotation; or quantize first by one that keeps all modules and "
+            "rotates, and train the folder that it writes",
+            error_id="option-without-effect",
+        )
     job = QuantizeRequest(
         resolved=decided,
         destination=path,

@@ -271,6 +271,44 @@ class Refused:
         return {f"x.{n}": t for n, t in made.stored.items()}, config, "sparsity_config"
 
 
+def transforms(*locations: str) -> dict[str, Any]:
+    """A `transform_config` as compressed-tensors has it, with a group for each location."""
+    return {
+        "config_groups": {
+            f"R{n}": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": where}]}
+            for n, where in enumerate(locations, 1)
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("rotations", "fact"),
+    [
+        (transforms("weight_input", "weight_output"), ""),
+        ({}, ""),
+        (transforms("weight_input", "input"), "R2: input"),
+        (transforms("q_attn"), "R1: q_attn"),
+        ({"config_groups": {"R1": {"type": "hadamard"}}}, "R1: None"),
+        ({"config_groups": {"R1": 3}}, "R1: None"),
+        ({"groups": []}, "no config_groups"),
+        ([1], "no config_groups"),
+    ],
+)
+def test_rotations_that_engines_compute_are_refused(
+    rotations: Any, fact: str, tmp_path: Path
+) -> None:
+    made = MAKERS["fp8 channel"](weight(64, 64))
+    stored = {f"x.{n}": t for n, t in made.stored.items()}
+    folder = write(tmp_path / "hf", stored, {**made.config, "transform_config": rotations})
+    if not fact:
+        assert open_checkpoint(folder)["x.weight"].packing is not None
+        return
+    with raises(
+        FormatError, fact, file=folder, hint="as they are stored", id="unsupported-quantization"
+    ):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("case", [n for n in dir(Refused) if not n.startswith("_")])
 def test_what_cannot_be_decoded_says_why(case: str, tmp_path: Path) -> None:
     stored, config, words = getattr(Refused(), case)()

@@ -1,0 +1,1 @@
+"""Offline rotations: orthogonal matrices that are multiplied into weights as they are read."""

@@ -1,0 +1,133 @@
+"""`quantize` with a recipe that rotates: plan, report, calibration on ranks, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from megtool import finetune, quantize
+from megtool.cli.app import main
+from megtool.errors import UsageError
+from megtool.quant.pipeline.report import QuantizeReport
+from megtool.quant.recipes.dialects import read_recipe_text
+from tests.support.errors import raises
+from tests.support.models import tiny_text
+from tests.support.quant.quantize_sizes import save_llama
+from tests.support.worlds.torchrun import torchrun
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    return save_llama(tmp_path_factory.mktemp("rotated") / "llama")
+
+
+def rotated(name: str, path: Path, **rotation: Any) -> Path:
+    """A shipped recipe with a rotation."""
+    recipe = yaml.safe_load(read_recipe_text(name)[1])
+    path.write_text(yaml.safe_dump(recipe | {"rotation": rotation}))
+    return path
+
+
+def test_plan_and_report_say_it(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    recipe = rotated("fp8_per_channel", tmp_path / "r.yaml", r1="random-hadamard", seed=4)
+    words = [str(llama), "--recipe", str(recipe)]
+    assert main(["recipe", "explain", *words]) == 0
+    assert "R1 random-hadamard, seed 4" in capsys.readouterr().out
+    assert main(["recipe", "show", str(recipe), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["rotation"] == {"r1": "random-hadamard", "seed": 4}
+    out = tmp_path / "out"
+    assert main(["quantize", *words[:1], str(out), *words[1:], "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["recipe"]["rotation"] == {"r1": "random-hadamard", "seed": 4}
+    assert not out.exists()
+    assert main(["quantize", *words[:1], str(out), *words[1:], "--no-fsync"]) == 0
+    assert "R1 random-hadamard, seed 4" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    assert list(config["quantization_config"]["transform_config"]["config_groups"]) == ["R1"]
+    assert "transform_config" not in (out / "hf_quant_config.json").read_text()
+
+
+def test_calibration_sees_the_rotated_model(llama: Path, tmp_path: Path) -> None:
+    """An outlier of the hidden state is spread: inputs have another amax."""
+    data = {"samples": 4, "seq_length": 24, "device": "cpu", "fsync": False}
+    reports = []
+    recipe = rotated("fp8", tmp_path / "r.yaml", r1="hadamard", r2="hadamard")
+    for name in ("fp8", str(recipe)):
+        out = tmp_path / str(len(reports))
+        reports.append(quantize(llama, out, recipe=name, eval_data=None, **data))
+    amaxes = []
+    for report in reports:
+        assert isinstance(report, QuantizeReport)
+        assert report.exit_status == 0
+        assert report.calibration is not None
+        amaxes.append([row.amax for row in report.calibration.inputs])
+    assert len(amaxes[0]) == len(amaxes[1])
+    assert all(a != b for a, b in zip(*amaxes, strict=True) if a)
+
+
+def test_a_calibration_of_the_model_as_it_was_is_refused(llama: Path, tmp_path: Path) -> None:
+    from megtool.errors import CalibrationError
+
+    kept = tmp_path / "kept.safetensors"
+    data = {"samples": 2, "seq_length": 24, "device": "cpu", "fsync": False}
+    quantize(llama, tmp_path / "out", recipe="fp8", save_calibration=kept, **data)
+    recipe = rotated("fp8", tmp_path / "r.yaml", r2="hadamard")
+    with raises(CalibrationError, id="foreign-calibration"):
+        quantize(llama, tmp_path / "more", recipe=recipe, calibration=[kept], fsync=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4_gptq", "int4_weight_only", "int8_sq"])
+def test_formats_and_algorithms(llama: Path, tmp_path: Path, name: str) -> None:
+    recipe = rotated(name, tmp_path / "r.yaml", r1="hadamard", r2="hadamard")
+    report = quantize(
+        *(llama, tmp_path / "out"),
+        **{"recipe": recipe, "samples": 4, "seq_length": 24, "device": "cpu", "fsync": False}
+        if name != "int4_weight_only"
+        else {"recipe": recipe, "fsync": False},
+    )
+    assert isinstance(report, QuantizeReport)
+    assert report.exit_status == 0, report.proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [["--tp", "2"], ["--pp", "2"]], ids=str)
+def test_ranks_calibrate_as_one_process(axes: list[str], tmp_path: Path) -> None:
+    source = tiny_text.save_wide(tmp_path / "hf", num_layers=2)
+    recipe = rotated("fp8", tmp_path / "r.yaml", r1="random-hadamard", r2="hadamard")
+    words = ("--samples", "5", "--seq-length", "24", "--device", "cpu", "-q", "--no-fsync")
+    done = torchrun(
+        *(2, "quantize", str(source), str(tmp_path / "out"), "--recipe", str(recipe)),
+        *(*words, *axes),
+    )
+    assert done.returncode == 0, done.stderr
+    quantize(
+        *(source, tmp_path / "alone"),
+        **{"recipe": recipe, "samples": 5, "seq_length": 24, "device": "cpu", "fsync": False},
+    )
+    tensors, wanted = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "alone"))
+    assert tensors.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        if key.endswith("input_scale"):
+            torch.testing.assert_close(tensors[key], tensor, rtol=1e-3, atol=0)
+        else:
+            bits = [t.reshape(-1).view(torch.uint8) for t in (tensors[key], tensor)]
+            assert torch.equal(*bits), key
+
+
+def test_training_does_not_rotate(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "The rain fell in torrents."}\n' * 4)
+    recipe = rotated("fp8_per_channel", tmp_path / "r.yaml", r1="hadamard")
+    with raises(UsageError, "--qat", "rotates", hint=True, id="option-without-effect"):
+        finetune(
+            *(llama, tmp_path / "out"),
+            **{"data": [tmp_path / "text.jsonl"], "qat": str(recipe), "train_iters": 1},
+        )
