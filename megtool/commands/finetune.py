@@ -17,10 +17,10 @@ from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
 from megtool.inference.runtime import on_ranks, usual_device
-from megtool.options.groups import RuntimeOptions
+from megtool.options.groups import RuntimeOptions, SourceOptions
 from megtool.reshard.execute import ExecutionOptions
 from megtool.reshard.foreign_objects import screen_source
-from megtool.reshard.open_source import open_decoder
+from megtool.reshard.open_source import EVERYTHING, WITHOUT_QUANTIZERS, open_decoder
 from megtool.reshard.run import reshard_checkpoint
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.source_options import SelectionOptions
@@ -63,7 +63,14 @@ def finetune(
         raise UsageError("there is nothing to train on", hint="--data FILE")
     _check_other_runs(options.report_against)
     source, _ = screen_source(
-        open_decoder(options.source, settings, encoders=True, two_stacks=True, labels=True),
+        open_decoder(
+            options.source,
+            settings,
+            encoders=True,
+            two_stacks=True,
+            labels=True,
+            tensors=WITHOUT_QUANTIZERS if settings.keeps_quantizers else EVERYTHING,
+        ),
         drop=options.drop_objects,
     )
     check_folders(options.source, folder)
@@ -248,15 +255,29 @@ def _plot(
 def _export(
     folder: Path, iteration: int | None, settings: TrainConfig, progress: Progress
 ) -> str | None:
-    """Write DST/hf if options ask for it; returns the path."""
+    """Write DST/hf if options ask for it, quantized if the run has quantizers; returns the path."""
     if settings.to != "hf" or iteration is None:
         return None
-    written = folder / "hf"
+    saved, written = folder / folder_name(iteration), folder / "hf"
+    execution = ExecutionOptions(overwrite=True, fsync=settings.fsync)
+    if settings.keeps_quantizers:
+        from megtool.export.quantized_folder import FolderOptions
+        from megtool.export.quantized_megatron import export_quantized_megatron
+
+        export_quantized_megatron(
+            saved,
+            written,
+            SourceOptions(family=settings.family, like=settings.like),
+            folder=FolderOptions(to="unified"),
+            execution=execution,
+            progress=progress,
+        )
+        return str(written)
     reshard_checkpoint(
-        folder / folder_name(iteration),
+        saved,
         SelectionOptions(family=settings.family, like=settings.like),
         TargetOptions(to="hf", optimizer="none", destination=written),
-        ExecutionOptions(overwrite=True, fsync=settings.fsync),
+        execution,
         progress=progress,
     )
     return str(written)

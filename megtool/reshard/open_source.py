@@ -75,6 +75,8 @@ class TensorFilter:
 
 
 EVERYTHING = TensorFilter()
+WITHOUT_QUANTIZERS = TensorFilter(ignore=is_quantizer_buffer)
+"""All but the buffers of ModelOpt's quantizers, which the caller reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +204,8 @@ def _without_quantizers(catalogue: Catalogue, for_format: str | None) -> Catalog
             "divides inputs by",
             file=catalogue.root,
             tensor=smoothed[0],
-            hint="`megtool export SRC DST --to unified` keeps the scales; ModelOpt restores them "
-            "in Megatron",
+            hint="`megtool export SRC DST --to unified` keeps the scales, `finetune --qat source` "
+            "trains with them; ModelOpt restores them in Megatron",
             error_id="modelopt-quantizers",
         )
     if for_format not in (None, "hf", "safetensors"):
@@ -241,6 +243,7 @@ def open_decoder(
     encoders: bool = False,
     two_stacks: bool = False,
     labels: bool = False,
+    tensors: TensorFilter = EVERYTHING,
 ) -> CheckpointSource:
     """Open the weights of a decoder that can run, from headers and small files alone.
 
@@ -250,7 +253,7 @@ def open_decoder(
     Raises:
         MegtoolError: it cannot be opened, its model is not known, or is no decoder.
     """
-    source = open_source(path, options, optimizer=False)
+    source = open_source(path, options, optimizer=False, tensors=tensors)
     return require_decoder(source, encoders=encoders, two_stacks=two_stacks, labels=labels)
 
 

@@ -39,6 +39,9 @@ ALTERNATIVES = (
 
 DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
+QAT_SOURCE = "source"
+"""What `--qat` is in place of a recipe, for the quantizers of SRC."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
@@ -294,7 +297,10 @@ class TrainConfig(
     )
     # ---- Quantization-aware training and distillation
     qat: str | None = option(
-        QAT, "Fake-quantize weights and inputs with this recipe.", metavar="RECIPE"
+        QAT,
+        "Fake-quantize weights and inputs with this recipe; source: with the quantizers of SRC, a "
+        "checkpoint of `quantize --to torch_dist` or ModelOpt's, which are saved as well.",
+        metavar="RECIPE",
     )
     calibration: Path | None = option(QAT, "The calibration file of --qat.", metavar="FILE")
     teacher: Path | None = option(QAT, "Distill from this checkpoint.", metavar="SRC")
@@ -339,6 +345,11 @@ class TrainConfig(
         given = {f.name: getattr(self, f.name, None) for f in fields(ParallelConfig)}
         given |= self.context_layout
         return ParallelConfig(**{n: v for n, v in given.items() if v is not None})
+
+    @property
+    def keeps_quantizers(self) -> bool:
+        """Whether the run goes on with the quantizers of SRC, and saves them."""
+        return self.qat == QAT_SOURCE
 
     @property
     def blend_shares(self) -> tuple[float, ...] | None:
@@ -421,6 +432,10 @@ def _check_steps(s: TrainConfig) -> None:
 def _check_feature_options(s: TrainConfig) -> None:
     needs = (
         (s.calibration is not None and s.qat is None, "--calibration has no effect without --qat"),
+        (
+            s.calibration is not None and s.keeps_quantizers,
+            "--calibration has no effect with --qat source: the quantizers are calibrated",
+        ),
         (
             s.fp8_param_gather and s.fp8_recipe is None and s.te_precision_config_file is None,
             "--fp8-param-gather has no effect without --fp8-recipe",

@@ -23,6 +23,7 @@ from megtool.train.build_model import load_for_training
 from megtool.train.checkpointing.megatron_common_state import seed_random_states
 from megtool.train.checkpointing.megatron_template import make_save_template
 from megtool.train.checkpointing.protocol import TrainState
+from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.checkpointing.resume_point import (
     cache_folder,
     check_loaded,
@@ -126,7 +127,10 @@ class TrainRun:
         for stage in stages:
             stage.label_kind = datasets.label_kind
         inputs = FeatureInputs(
-            source=self.source, num_microbatches=plan.num_microbatches, progress=self.progress
+            source=self.source,
+            weights=weights,
+            num_microbatches=plan.num_microbatches,
+            progress=self.progress,
         )
         features = TrainingFeatures.prepare(settings, stages, inputs)
         optimizer = make_optimizer(stages, settings, plan, groups)
@@ -136,7 +140,7 @@ class TrainRun:
         state = self._rescale(state, previous_batch, plan)
         if resumed is not None:
             features.load_objects(resumed.catalogue)
-        template = _make_template(weights, groups, stages, optimizer)
+        template = _make_template(weights, groups, stages, optimizer, features.quantizers)
         optimizer_format = settings.dist_ckpt_optim_format if features.saves_optimizer else "none"
         with ExitStack() as stack:
             saver = features.wrap_saver(
@@ -299,6 +303,7 @@ def _make_template(
     groups: ProcessGroups,
     stages: Sequence[Decoder],
     optimizer: Optimizer,
+    quantizers: QuantizerState | None,
 ) -> SaveTemplate:
     kind = dtype(str(stages[0].dtype).removeprefix("torch."))
     return make_save_template(
@@ -308,6 +313,7 @@ def _make_template(
         bucket_size=optimizer.bucket_size,
         grad_dtype="float32" if optimizer.sums_in_fp32 else kind.name,
         carries=groups.pp.rank == 0,
+        quantizers=quantizers,
     )
 
 

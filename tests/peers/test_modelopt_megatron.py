@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,17 @@ from megtool import export, quantize, reshard
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import numeric_values
-from megtool.quant.pipeline.megatron_source import read_quantized_megatron
+from megtool.model.batch import Batch
+from megtool.quant.calibration.activation_sites import list_activation_sites
+from megtool.quant.pipeline.megatron_source import QuantizedMegatronSource, read_quantized_megatron
 from megtool.reshard.open_source import open_source
+from megtool.train.build_model import load_for_training
+from megtool.train.features.qat import QatFeature
 from tests.support.models import tiny_text
 from tests.support.paths import PEERS
 from tests.support.quant.quantize_sizes import SMALL
+from tests.support.runs.finetune_runs import save_lines, tune
+from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("modelopt.torch.quantization")
@@ -66,7 +73,8 @@ def run_modelopt(**options: Any) -> None:
 
 def restored(folder: Path, dump: Path, **options: Any) -> dict[str, torch.Tensor]:
     """What rank 0 has after ModelOpt has restored the checkpoint, and Megatron has loaded it."""
-    run_modelopt(restore=str(folder / "release"), dump=str(dump), **options)
+    saved = folder / "release" if (folder / "release").is_dir() else folder
+    run_modelopt(restore=str(saved), dump=str(dump), **options)
     loaded: dict[str, torch.Tensor] = torch.load(dump)
     return loaded
 
@@ -143,6 +151,61 @@ def test_what_modelopt_saves_is_exported(source: Path, tmp_path: Path, config: s
         qparams = read_quantized_megatron(tmp_path / "saved", like_of(source)).qparams.weights
         amax = float(state[f"{FC2}.input_quantizer._amax"])
         assert qparams["layers.0.mlp.down"].input_amax == amax
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "int8_sq"])
+def test_modelopt_restores_what_training_saves(source: Path, tmp_path: Path, recipe: str) -> None:
+    """Amaxes are those that training went on from, and so are rounded weights and logits."""
+    megatron, data = tmp_path / "megatron", save_lines(tmp_path)
+    quantize(source, megatron, recipe=recipe, to="torch_dist", **SMALL)
+    tune(megatron, tmp_path / "tuned", data, qat="source", bf16=True, train_iters=3)
+    saved = tmp_path / "tuned/iter_0000003"
+    state = restored(saved, tmp_path / "state.pt")
+    before = read_quantized_megatron(megatron, fixed=True).qparams.weights
+    after = read_quantized_megatron(saved)
+    for module, name in ((FC1, "layers.0.mlp.up"), (FC2, "layers.0.mlp.down")):
+        assert_equal_in_bf16(state[f"{module}.input_quantizer._amax"], before[name].input_amax)
+        assert_equal_in_bf16(
+            state[f"{module}.weight_quantizer._amax"].max(), before[name].amax.max()
+        )
+    export(saved, tmp_path / "folder", to="unified", threads=1)
+    want = decoded(tmp_path / "folder", "layers.0.mlp.down.weight")
+    scales = before["layers.0.mlp.down"].smoothing_scale
+    want = want if scales is None else want * torch.from_numpy(scales)
+    assert (state[f"{FC2}.fake"] - want).abs().max() <= want.abs().max() * CLOSE
+    ours, theirs = fake_quantized_logits(after), state["logits"][..., : tiny_text.VOCABULARY]
+    original = fake_quantized_logits(read_quantized_megatron(megatron, fixed=True))
+    assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+    assert (original - theirs).norm() > 2 * (ours - theirs).norm()
+
+
+def fake_quantized_logits(read: QuantizedMegatronSource) -> torch.Tensor:
+    """What training computes of the tokens of modelopt_world.py, with its rounding."""
+    (decoder,) = load_for_training(read.source, dtype="bfloat16", threads=1)
+    modules = [d.module for d in read.decisions]
+    sites = list_activation_sites(modules, decoder.config)
+    feature = QatFeature([decoder], sites, read.qparams, read.decisions)
+    tokens = torch.arange(16).view(2, 8) * 7 % 256
+    with torch.no_grad(), feature.around_passes(0, None):
+        return decoder(Batch(tokens_BS=tokens))[..., : tiny_text.VOCABULARY].float()
+
+
+@pytest.mark.slow
+def test_two_ranks_restore_what_two_ranks_have_trained(source: Path, tmp_path: Path) -> None:
+    megatron, data = tmp_path / "megatron", save_lines(tmp_path)
+    quantize(source, megatron, recipe="int8_weight_only", to="torch_dist", threads=1)
+    run_world(train_rank, 2, str(megatron), str(tmp_path / "tuned"), str(data))
+    saved = tmp_path / "tuned/iter_0000002"
+    state = restored(saved, tmp_path / "state.pt", world=2, layout={"tp": 2})
+    amaxes = read_quantized_megatron(megatron, fixed=True).qparams.weights
+    have = state[f"{FC1}.weight_quantizer._amax"].reshape(-1)
+    parts = [amaxes[f"layers.0.mlp.{x}"].amax for x in ("gate", "up")]
+    assert_equal_in_bf16(have, np.concatenate([p[: len(p) // 2] for p in parts]))
+
+
+def train_rank(rank: int, size: int, model: str, folder: str, data: str) -> None:
+    torch.set_num_threads(1)
+    tune(model, folder, data, qat="source", bf16=True, train_iters=2, tp=2)
 
 
 def like_of(folder: Path) -> Any:

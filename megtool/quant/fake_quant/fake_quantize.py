@@ -82,6 +82,7 @@ def fake_weight(
     weight_OI: Tensor, qparams: WeightQParams, *, dtype: str = "float32", as_run: bool = False
 ) -> Tensor:
     """The values of the packed weight, divided by the smoothing scales again: float32 `[out, in]`.
+    A weight that `is_smoothed` is neither multiplied nor divided.
 
     Before that division they equal, bit by bit, what `number_formats` decodes after encoding (style
     modelopt) with the same scales. `dtype` is the stored dtype of the weight, from which it is
@@ -102,7 +103,7 @@ def fake_weight(
     layout(packing, tuple(weight_OI.shape))  # raises if groups do not divide the weight
     name, _, granularity = packing.partition(":")
     device = weight_OI.device
-    smoothing_scale = _on(qparams.smoothing_scale, device)
+    smoothing_scale = _on(qparams.weight_factors, device)
     weight_amax = (
         _whole_amax(weight_OI, smoothing_scale)
         if granularity == "tensor" or name == "nvfp4" or as_run
@@ -185,7 +186,7 @@ def tensor_amax(weight_OI: Tensor, qparams: WeightQParams) -> float:
     """The amax for a weight's global scale: the calibrated one, or that of all its elements."""
     if qparams.amax is not None:
         return float(qparams.amax.max())
-    return float(_whole_amax(weight_OI, _on(qparams.smoothing_scale, weight_OI.device)))
+    return float(_whole_amax(weight_OI, _on(qparams.weight_factors, weight_OI.device)))
 
 
 def _on(values: Any, device: torch.device) -> Tensor | None:

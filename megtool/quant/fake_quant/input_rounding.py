@@ -25,17 +25,22 @@ from megtool.quant.recipes.formats import ENGINE_INPUTS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputRounding:
-    """The rounding of one input: its kind (of `formats.ENGINE_INPUTS`, or `int8:token`), scale and
-    smoothing scales `[in]` that inputs are divided by first.
+    """The rounding of one input: its kind (of `formats.ENGINE_INPUTS`, or `int8:token`; empty for
+    none), scale and smoothing scales `[in]` that inputs are divided by first.
+
+    `stays_divided`: the weight is stored multiplied by them. Otherwise they are removed again.
     """
 
     kind: str
     scale: float = 0.0
     columns: Tensor | None = None
+    stays_divided: bool = False
 
     def equals(self, other: InputRounding | None) -> bool:
         """Whether another rounding is the same."""
         if other is None or (self.kind, self.scale) != (other.kind, other.scale):
+            return False
+        if self.stays_divided != other.stays_divided:
             return False
         if self.columns is None or other.columns is None:
             return self.columns is other.columns
@@ -89,13 +94,14 @@ def rounding_of(params: WeightQParams | None, *, folded: bool) -> InputRounding 
         CalibrationError: the scale of the inputs is unknown.
     """
     kind = None if params is None else ENGINE_INPUTS.get(params.format.algo)
-    if params is None or kind is None:
+    if params is None or (kind is None and not params.is_smoothed):
         return None
     smoothing_scale = params.smoothing_scale
     if folded and not params.stores_pre_quant_scale:
         smoothing_scale = None
     return InputRounding(
-        kind=kind,
+        kind=kind or "",
+        stays_divided=params.is_smoothed,
         scale=float(input_scale(params)) if needs_scale(params) else 0.0,
         columns=None
         if smoothing_scale is None
@@ -103,9 +109,28 @@ def rounding_of(params: WeightQParams | None, *, folded: bool) -> InputRounding 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividingHook:
+    """A hook that divides inputs by smoothing scales, and rounds the quotients (None: does not)."""
+
+    divide: Callable[..., Tensor]
+    round: Callable[..., Tensor] | None
+
+    def __call__(self, x_TI: Tensor, *more: Tensor) -> Tensor:
+        """The rows that the weight is multiplied with."""
+        x_TI = self.divide(x_TI, *more)
+        return x_TI if self.round is None else self.round(x_TI, *more)
+
+
 def input_hook(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
     """The hook that rounds the rows of one place."""
-    group = place.columns
+    group, divisors = place.columns, rounding.columns
+    if rounding.stays_divided and divisors is not None:
+        inner = replace(rounding, columns=None, stays_divided=False)
+        return DividingHook(
+            divide=lambda x_TI: (x_TI.float() / divisors).to(x_TI.dtype),
+            round=input_hook(inner, place) if inner.kind else None,
+        )
 
     def tap(x_TI: Tensor) -> Tensor:
         return rounded_input(
@@ -130,6 +155,8 @@ def expert_hook(
     Scales and smoothing scales are selected by row; those of experts without rounding are ones. If
     kinds differ between experts, each kind is computed for all rows.
     """
+    if any(r.stays_divided for r in by_expert.values()):
+        return _dividing_expert_hook(by_expert, num_experts, place, device)
     kinds: dict[str, list[int]] = defaultdict(list)
     for expert, rounding in by_expert.items():
         kinds[rounding.kind].append(expert)
@@ -169,3 +196,32 @@ def expert_hook(
         return out
 
     return tap
+
+
+def _dividing_expert_hook(
+    by_expert: Mapping[int, InputRounding],
+    num_experts: int,
+    place: HookLocation,
+    device: torch.device,
+) -> DividingHook:
+    """A hook that divides rows by the smoothing scales of their expert, and rounds them then."""
+    divisors = {e: r.columns for e, r in by_expert.items() if r.stays_divided}
+    width = next(len(c) for c in divisors.values() if c is not None)
+    divisors_EI = torch.ones(num_experts, width, device=device)
+    for e, columns in divisors.items():
+        if columns is not None:
+            divisors_EI[e] = columns
+    inner = {
+        e: replace(r, columns=None, stays_divided=False) if r.stays_divided else r
+        for e, r in by_expert.items()
+    }
+    rounded = {e: r for e, r in inner.items() if r.kind}
+
+    def divide(rows_RI: Tensor, counts_E: Tensor) -> Tensor:
+        rows_divisors = divisors_EI.repeat_interleave(counts_E, 0, output_size=len(rows_RI))
+        return (rows_RI.float() / rows_divisors).to(rows_RI.dtype)
+
+    return DividingHook(
+        divide=divide,
+        round=expert_hook(rounded, num_experts, place, device) if rounded else None,
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.model.hook_locations import HookLocation
+from megtool.quant.fake_quant.input_rounding import DividingHook
 
 Tap = Callable[..., Any]
 
@@ -16,7 +17,7 @@ Tap = Callable[..., Any]
 def straight_through(
     taps: Iterable[tuple[HookLocation, Tap]],
 ) -> Iterator[tuple[HookLocation, Tap]]:
-    """Taps that round, as ones that gradients pass through unchanged."""
+    """Taps that round, as ones whose rounding gradients pass unchanged."""
     for place, tap in taps:
         yield place, _pass_gradients(tap, is_pair=place.attribute == "cache_tap")
 
@@ -33,9 +34,17 @@ def _pass_gradients(tap: Tap, *, is_pair: bool) -> Tap:
 
         return key_value
 
+    rounding: Tap | None = tap
+    divide: Tap | None = None
+    if isinstance(tap, DividingHook):
+        divide, rounding = tap.divide, tap.round
+
     def single(x: Tensor, *more: Any) -> Tensor:
+        x = x if divide is None else divide(x, *more)
+        if rounding is None:
+            return x
         with torch.no_grad():
-            rounded = tap(x.detach(), *more)
+            rounded = rounding(x.detach(), *more)
         return _apply_straight_through(x, rounded)
 
     return single

@@ -27,6 +27,9 @@ from megtool.quant.recipes.modelopt_settings import classify_quantizer
 STATES = "modelopt_quantizer_state"
 FACTS = "megtool"
 """Where an extra state has what no quantizer says: ModelOpt ignores it."""
+ROUND_TWICE, FIXED = "round_twice", "fixed"
+"""Facts: weights are rounded to their dtype before FP8; amaxes are not those of the weights, which
+were trained with them."""
 
 WEIGHT, INPUT, OUTPUT = "weight_quantizer", "input_quantizer", "output_quantizer"
 AMAX, GLOBAL_AMAX, PRE_QUANT_SCALE = "_amax", "_global_amax", "_pre_quant_scale"

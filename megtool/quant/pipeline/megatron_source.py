@@ -35,9 +35,11 @@ from megtool.quant.modelopt_state.module_amax import AmaxRows, ModuleAmaxFeed
 from megtool.quant.modelopt_state.quantizers import (
     AMAX,
     FACTS,
+    FIXED,
     GLOBAL_AMAX,
     INPUT,
     PRE_QUANT_SCALE,
+    ROUND_TWICE,
     STATES,
     WEIGHT,
     decode_extra_state,
@@ -58,7 +60,7 @@ from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.quant.solve_qparams import KV_AMAX_OF_UNIT_SCALE
 from megtool.reshard.fp8_state.modelopt_amax import is_quantizer_buffer
 from megtool.reshard.megatron.extra_state_names import SUFFIX
-from megtool.reshard.open_source import Headers, TensorFilter, open_source
+from megtool.reshard.open_source import WITHOUT_QUANTIZERS, Headers, open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
@@ -85,16 +87,18 @@ def read_quantized_megatron(
     options: SourceOptions = SourceOptions(),  # noqa: B008
     *,
     threads: int = 1,
+    fixed: bool = False,
     progress: Progress = silent,
 ) -> QuantizedMegatronSource:
     """Open a quantized Megatron checkpoint, and read the parameters of all quantizers.
 
     Weights are read only where one number stands for those of several: it is the largest of theirs,
-    or was chosen for all.
+    or was chosen for all. With `fixed` none is: that number is the amax of each, as ModelOpt has
+    it, whatever the weights are.
 
     Raises:
         FormatError: a quantizer is damaged, of a module that is not known, or of a format that no
-            engine has; or the checkpoint has none.
+            engine has; or the checkpoint has none. Or amaxes to be `fixed` are not of one weight.
         MappingError: the model is not known.
     """
     headers = Headers.read(path, options)
@@ -106,13 +110,11 @@ def read_quantized_megatron(
             file=catalogue.root,
             hint="`megtool quantize --to torch_dist` writes it, and ModelOpt's quantize.py",
         )
-    source = open_source(
-        headers, options, optimizer=False, tensors=TensorFilter(ignore=is_quantizer_buffer)
-    )
+    source = open_source(headers, options, optimizer=False, tensors=WITHOUT_QUANTIZERS)
     parallel = (
         parallel_from_args(saved_args(catalogue)) if saved_args(catalogue) else ParallelConfig()
     )
-    reader = _Reader(catalogue, source, states, parallel, threads, progress)
+    reader = _Reader(catalogue, source, states, parallel, threads, fixed)
     return reader.read()
 
 
@@ -175,10 +177,10 @@ class _Reader:
         states: Mapping[str, dict[str, Any]],
         parallel: ParallelConfig,
         threads: int,
-        progress: Progress,
+        fixed: bool,
     ) -> None:
         self._catalogue, self._source, self._states = catalogue, source, states
-        self._parallel, self._threads, self._progress = parallel, threads, progress
+        self._parallel, self._threads, self._fixed = parallel, threads, fixed
         self._tensors = {
             split_state(t.name)[2]: t.name for t in catalogue.tensors if is_quantizer_buffer(t.name)
         }
@@ -196,9 +198,10 @@ class _Reader:
             if state is None or form is None:
                 continue
             facts = state.get(FACTS)
-            twice = isinstance(facts, dict) and bool(facts.get("round_twice"))
+            facts = facts if isinstance(facts, dict) else {}
+            twice, fixed = bool(facts.get(ROUND_TWICE)), self._fixed or bool(facts.get(FIXED))
             form = replace(form, round_twice=twice and form.algo == "FP8")
-            for name, q in self._read_module(module, form, state[STATES]).items():
+            for name, q in self._read_module(module, form, state[STATES], fixed).items():
                 self._qparams.weights[name] = q
                 plain[name] = _decide(plain[name].module, form)
         for m in modules:
@@ -236,7 +239,11 @@ class _Reader:
         return {name}
 
     def _read_module(
-        self, module: MegatronModule, form: RecipeFormat, states: Mapping[str, Mapping[str, Any]]
+        self,
+        module: MegatronModule,
+        form: RecipeFormat,
+        states: Mapping[str, Mapping[str, Any]],
+        fixed: bool,
     ) -> dict[str, WeightQParams]:
         """The parameters of every weight of a module."""
         plain = {
@@ -256,9 +263,10 @@ class _Reader:
         else:
             stored = self._buffer(f"{name}.{first}.{AMAX}")
             if granularity == "tensor" and stored.size == 1:
-                amaxes |= self._of_whole_weights(module, plain, float(stored.reshape(-1)[0]))
+                amax = float(stored.reshape(-1)[0])
+                amaxes |= self._of_whole_weights(module, plain, amax, fixed)
             else:
-                amaxes |= self._of_blocks(module, plain, granularity, stored)
+                amaxes |= self._of_blocks(module, plain, granularity, stored, fixed)
         if is_static:
             global_amax = float(self._buffer(f"{name}.{first}.{GLOBAL_AMAX}").max())
         elif first != WEIGHT:
@@ -286,12 +294,12 @@ class _Reader:
         }
 
     def _of_whole_weights(
-        self, module: MegatronModule, plain: Mapping[str, WeightQParams], amax: float
+        self, module: MegatronModule, plain: Mapping[str, WeightQParams], amax: float, fixed: bool
     ) -> dict[str, Floats | None]:
         """One amax for a module: of each of its weights, if it is the largest of theirs."""
         names = [*plain]
         values = [amax] * len(names)
-        if len(names) > 1:
+        if len(names) > 1 and not fixed:
             own = find_amaxes(
                 self._source.catalogue,
                 self._weights(module, plain),
@@ -307,8 +315,13 @@ class _Reader:
         plain: Mapping[str, WeightQParams],
         granularity: str,
         stored: Floats,
+        fixed: bool,
     ) -> dict[str, Floats | None]:
-        """The amaxes of each weight's rows, groups or blocks."""
+        """The amaxes of each weight's rows, groups or blocks.
+
+        Raises:
+            FormatError: blocks lie across weights, and are not those of the weights.
+        """
         width = module.shape[1]
         blocks = [int(n) for n in granularity.split("x")] if granularity[0].isdigit() else [width]
         rows, columns = (blocks[0], blocks[1]) if len(blocks) == 2 else (1, blocks[0])
@@ -317,6 +330,15 @@ class _Reader:
             raise self._damaged(f"{module.name}.{WEIGHT}.{AMAX}")
         table = stored.reshape(shape)
         if rows > 1 and not is_aligned(module, rows):
+            if fixed:
+                raise FormatError(
+                    f"blocks of {rows} rows lie across several weights, which cannot keep their "
+                    "amaxes while they are trained",
+                    file=self._catalogue.root,
+                    tensor=f"{module.name}.weight",
+                    hint="quantize it by rows or by groups of columns, or train with --qat RECIPE",
+                    error_id="unsupported-quantization",
+                )
             self._check_own(module, plain, (rows, columns), table)
             return dict.fromkeys(plain)
         out: dict[str, Floats | None] = {}

@@ -12,10 +12,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.plan import PlanSource, ReshardPlan
@@ -28,9 +30,11 @@ from megtool.quant.modelopt_state.grid_weights import GridWeightFeed
 from megtool.quant.modelopt_state.module_amax import AmaxRows, FusedRows, ModuleAmaxFeed
 from megtool.quant.modelopt_state.quantizers import (
     AMAX,
+    FIXED,
     INPUT,
     OUTPUT,
     PRE_QUANT_SCALE,
+    ROUND_TWICE,
     WEIGHT,
     Quantizer,
     encode_extra_state,
@@ -43,7 +47,7 @@ from megtool.quant.modelopt_state.quantizers import (
 from megtool.quant.packed_tensors.pack import compute_dtype
 from megtool.quant.pipeline.stored_layout import StoredModule, StoredWeight, find_folded_norms
 from megtool.quant.pipeline.weight_layout import row_layout
-from megtool.quant.qparams import QParams
+from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.recipes.formats import RecipeFormat, packing_of
 from megtool.quant.recipes.match import Decision
 from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
@@ -55,6 +59,8 @@ from megtool.tensors.sharded import GlobalTensor
 
 _GATED = re.compile(r"(.+\.linear_fc1)\.weight_([wv])")
 _FLOAT32 = named_dtype("float32")
+_OF_ROWS = (f"{WEIGHT}.{AMAX}", f"{WEIGHT}.0.{AMAX}")
+"""The buffers that may have an amax for each row or block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +166,13 @@ class ModuleAmaxes:
 @dataclass(slots=True, kw_only=True)
 class QuantizedMegatron:
     """A planned target and what its feeds need: the quantized modules, the KV caches by the name of
-    their attention, and by module the quantizers and what they have amaxes of."""
+    their attention, and by module the quantizers and what they have amaxes of.
 
-    modules: list[MegatronModule]
+    `is_fixed`: amaxes stay what they are, whatever becomes of the weights.
+    """
+
+    modules: list[MegatronModule] = field(default_factory=list)
+    is_fixed: bool = False
     quantizers: dict[str, list[Quantizer]] = field(default_factory=dict)
     amaxes: dict[str, ModuleAmaxes] = field(default_factory=dict)
     caches: dict[str, Decision] = field(default_factory=dict)
@@ -200,34 +210,45 @@ def plan_megatron_target(
     """Plan the files of the checkpoint, from headers and the shapes of quantization parameters.
 
     Raises:
+        MappingError, LayoutError: see `add_quantizers`.
+    """
+    out = QuantizedMegatron()
+    add = partial(add_quantizers, out, decisions, qparams)
+    out.planned_target = make_target(source, replace(options, singletons=True, add=add))
+    return out
+
+
+def add_quantizers(
+    out: QuantizedMegatron,
+    decisions: Sequence[Decision],
+    qparams: QParams,
+    side: TargetView | CanonicalView,
+    parallel: ParallelConfig,
+) -> AddedState:
+    """Plan the quantizers of the modules of `side`, and what a checkpoint stores of them.
+
+    Raises:
         MappingError: ModelOpt has no such quantizers for a module, or a module of Megatron's has
             several formats.
         LayoutError: the layout cuts blocks.
     """
-    out = QuantizedMegatron(modules=[])
-
-    def add(side: TargetView, parallel: ParallelConfig) -> AddedState:
-        modules = group_modules(decisions, side, parallel)
-        disabled: list[str] = []
-        for module in modules:
-            form = _find_format(module)
-            if form is None:
-                if not module.name.endswith("output_layer"):  # Megatron asserts that it has none
-                    disabled.append(module.name)
-                continue
-            out.modules.append(module)
-            amaxes = _plan_amaxes(module, form, qparams, parallel)
-            out.amaxes[module.name] = amaxes
-            out.quantizers[module.name] = _list_quantizers(module, form, qparams, amaxes)
-        for d in decisions:
-            if d.format is not None and d.format.kv_algo:
-                name = find_attention(d, side)
-                out.caches[name] = d
-                out.quantizers[name] = list_cache_quantizers(d.format)
-        return _make_added(out, disabled, qparams)
-
-    out.planned_target = make_target(source, replace(options, singletons=True, add=add))
-    return out
+    disabled: list[str] = []
+    for module in group_modules(decisions, side, parallel):
+        form = _find_format(module)
+        if form is None:
+            if not module.name.endswith("output_layer"):  # Megatron asserts that it has none
+                disabled.append(module.name)
+            continue
+        out.modules.append(module)
+        amaxes = _plan_amaxes(module, form, qparams, parallel)
+        out.amaxes[module.name] = amaxes
+        out.quantizers[module.name] = _list_quantizers(module, form, qparams, amaxes)
+    for d in decisions:
+        if d.format is not None and d.format.kv_algo:
+            name = find_attention(d, side)
+            out.caches[name] = d
+            out.quantizers[name] = list_cache_quantizers(d.format)
+    return _make_added(out, disabled)
 
 
 def _find_format(module: MegatronModule) -> RecipeFormat | None:
@@ -262,7 +283,7 @@ def _plan_amaxes(
     packing = packing_of(form)
     members = [qparams.weights[p.decision.module.name] for p in module.parts]
     is_chosen = any(
-        q.amax is not None or q.codes is not None or q.smoothing_scale is not None for q in members
+        q.amax is not None or q.codes is not None or q.weight_factors is not None for q in members
     )
     name, _, granularity = packing.partition(":")
     if name.startswith("mx"):
@@ -381,15 +402,14 @@ def find_attention(d: Decision, side: TargetView | CanonicalView) -> str:
     )
 
 
-def _make_added(
-    planned: QuantizedMegatron, disabled: Sequence[str], qparams: QParams
-) -> AddedState:
+def _make_added(planned: QuantizedMegatron, disabled: Sequence[str]) -> AddedState:
     """The tensors and objects of quantizers, and ModelOpt's state of the whole model."""
     tensors = [t for name in planned.quantizers for t, _ in planned.buffers_of(name)]
     twice = {m.name for m in planned.modules if (f := m.parts[0].decision.format) and f.round_twice}
+    fixed = {FIXED: True} if planned.is_fixed else {}
     objects = {
         f"{name}._extra_state/shard_0_1": encode_extra_state(
-            owned, {"round_twice": True} if name in twice else None
+            owned, fixed | ({ROUND_TWICE: True} if name in twice else {})
         )
         for name, owned in planned.quantizers.items()
     }
@@ -419,19 +439,10 @@ def list_megatron_feeds(
         plan = planned.amaxes[module.name]
         top = max(amaxes[w.qparams.module] for w in members)
         for tensor, role in planned.buffers_of(module.name):
-            if role in (f"{WEIGHT}.{AMAX}", f"{WEIGHT}.0.{AMAX}") and plan.row_block:
+            if role in _OF_ROWS and plan.row_block:
                 feeds.append(_amax_feed(module, members, plan, tensor))
                 continue
-            if role == f"{INPUT}.{AMAX}":
-                value = np.asarray(members[0].qparams.input_amax, np.float32)
-            elif role == f"{INPUT}.{PRE_QUANT_SCALE}":
-                columns = members[0].qparams.smoothing_scale
-                if columns is None:
-                    raise ValueError(f"{module.name} has no smoothing scale")
-                value = np.float32(1) / columns.astype(np.float32)
-            else:
-                value = np.asarray(top, np.float32)
-            values.append((tensor, round_to_dtype(value.reshape(tensor.shape), tensor.dtype)))
+            values.append((tensor, _constant(tensor, role, members[0].qparams, top)))
         for part, member in zip(module.parts, members, strict=True):
             if member.qparams.smoothing_scale is not None or member.qparams.codes is not None:
                 weight = replace(member.weight, placement=source.placement_of(_weight_name(part)))
@@ -443,15 +454,80 @@ def list_megatron_feeds(
                         amax=amaxes[member.qparams.module],
                     )
                 )
+    values += _list_cache_values(qparams, planned)
+    if values:
+        feeds.append(ConstantFeed(values=tuple(values)))
+    return feeds + find_folded_norms(source, qparams, planned.target)
+
+
+def _constant(tensor: GlobalTensor, role: str, first: WeightQParams, top: float) -> NDArray[Any]:
+    """The bits of a buffer that is not of rows or blocks; `top` is the amax of the whole weight."""
+    if role == f"{INPUT}.{AMAX}":
+        value = np.asarray(first.input_amax, np.float32)
+    elif role == f"{INPUT}.{PRE_QUANT_SCALE}":
+        if first.smoothing_scale is None:
+            raise ValueError(f"{first.module} has no smoothing scale")
+        value = np.asarray(np.float32(1) / first.smoothing_scale.astype(np.float32))
+    else:
+        value = np.asarray(top, np.float32)
+    return round_to_dtype(value.reshape(tensor.shape), tensor.dtype)
+
+
+def _list_cache_values(
+    qparams: QParams, planned: QuantizedMegatron
+) -> Iterator[tuple[GlobalTensor, NDArray[Any]]]:
+    """The amaxes of KV caches."""
     for name, d in planned.caches.items():
         cache = qparams.kv_caches.get(d.module.name)
         for tensor, role in planned.buffers_of(name):
             if cache is not None:
                 top = cache.key_amax if role.startswith("k_") else cache.value_amax
-                values.append((tensor, np.asarray(top, np.float32).reshape(tensor.shape)))
-    if values:
-        feeds.append(ConstantFeed(values=tuple(values)))
-    return feeds + find_folded_norms(source, qparams, planned.target)
+                yield tensor, np.asarray(top, np.float32).reshape(tensor.shape)
+
+
+def list_buffer_values(
+    qparams: QParams, planned: QuantizedMegatron
+) -> list[tuple[GlobalTensor, NDArray[Any]]]:
+    """The bits of all buffers of quantizers whose weights have amaxes of their own.
+
+    Raises:
+        MappingError: the amaxes of a weight are not known.
+    """
+    out: list[tuple[GlobalTensor, NDArray[Any]]] = []
+    for module in planned.modules:
+        members = [qparams.weights[p.decision.module.name] for p in module.parts]
+        plan = planned.amaxes[module.name]
+        top = max(
+            q.global_amax or (0.0 if q.amax is None else float(q.amax.max())) for q in members
+        )
+        for tensor, role in planned.buffers_of(module.name):
+            if role in _OF_ROWS and plan.row_block:
+                bits = _join_amaxes(module, members, plan, tensor)
+            else:
+                bits = _constant(tensor, role, members[0], top)
+            out.append((tensor, bits))
+    return out + list(_list_cache_values(qparams, planned))
+
+
+def _join_amaxes(
+    module: MegatronModule,
+    members: Sequence[WeightQParams],
+    plan: ModuleAmaxes,
+    tensor: GlobalTensor,
+) -> NDArray[Any]:
+    """The amaxes of a module's rows or blocks, from those of its weights."""
+    out = np.zeros(plan.shape(module), np.float32)
+    for part, q in zip(module.parts, members, strict=True):
+        if q.amax is None:
+            raise MappingError(
+                "its amaxes are those of the weight, and are not stored apart",
+                tensor=f"{module.name}.weight",
+                hint="a format whose scales are not of blocks of rows",
+            )
+        rows = part.rows.of(0, part.decision.module.shape[0])[:: plan.row_block]
+        amax = q.amax.reshape(-1, 1) if plan.by_row else q.amax.reshape(-1, out.shape[1])
+        out[rows // plan.row_block] = amax
+    return round_to_dtype(out.reshape(tensor.shape), tensor.dtype)
 
 
 def _names(stored: StoredModule) -> Iterator[str]:

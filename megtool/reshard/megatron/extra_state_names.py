@@ -142,7 +142,7 @@ class StateNaming:
             elif match := _LAYER.fullmatch(name):
                 layers.add(match[1] + match[2])
             lead = 1 if is_stacked else 0
-            if _EXPERTS in name and len(t.shape) > lead:
+            if _stacks_experts(name) and len(t.shape) > lead:
                 experts = t.shape[lead]
         return cls(stacked, experts, frozenset(layers), prefix)
 
@@ -188,7 +188,7 @@ def list_required_states(
         module = t.name.removesuffix(".weight")
         site = module.rsplit(".", 1)[-1]
         is_stacked = _STACKED.match(t.name) or _STACKED_TOWER.match(t.name)
-        lead = int(is_stacked is not None) + int(_EXPERTS in t.name)
+        lead = int(is_stacked is not None) + int(_stacks_experts(t.name))
         axes = t.shape[:lead] or (1,)
         sites = [module] if site in _SITES else []
         if site in ("linear_qkv", "linear_kv", "linear_kv_up_proj"):
@@ -198,6 +198,11 @@ def list_required_states(
                 index = f"{'.'.join(map(str, offsets))}_{'.'.join(map(str, axes))}"
                 names[f"{module_name}{SUFFIX}/shard_{index}"] = None
     return {n: None for n in names if n not in existing}
+
+
+def _stacks_experts(name: str) -> bool:
+    """Whether a weight is of all experts, and not of a single one."""
+    return _EXPERTS in name and _SINGLE.fullmatch(name) is None
 
 
 def is_empty_state(catalogue: Catalogue, name: str) -> bool:

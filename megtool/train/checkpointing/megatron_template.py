@@ -26,6 +26,7 @@ from megtool.dtypes import DType
 from megtool.model_config import ModelConfig
 from megtool.reshard.megatron.common_state import read_iteration
 from megtool.reshard.megatron.dp_reshardable_writer import make_bucket_objects, plan_buckets
+from megtool.reshard.megatron.extra_state_names import is_extra_state
 from megtool.reshard.megatron.optimizer import NONE, choose_bucket_settings, warn_unknown_order
 from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.target import make_target
@@ -37,6 +38,7 @@ from megtool.tensors.sharded import GlobalTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megtool.train.checkpointing.quantizer_state import QuantizerState
     from megtool.train.checkpointing.save_template import BucketLayout, SaveTemplate
 
 _STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state", RERUN)
@@ -50,16 +52,18 @@ def make_save_template(
     bucket_size: int | None = None,
     grad_dtype: str | None = None,
     carries: bool = True,
+    quantizers: QuantizerState | None = None,
 ) -> SaveTemplate:
     """Plan what a run at `parallel` saves of the model in `opened`.
 
     `dtype` is that of the model's parameters; None keeps the dtype of every weight. `bucket_size`
     and `grad_dtype` are those of the run, for `dp_reshardable` optimizer state. A rank that
     `carries`, one of the first stage, loads the parts of the model that are not text.
+    `quantizers` are saved too, with a key for each layer and expert, as ModelOpt names modules.
 
     Raises:
-        MappingError: the model is not known.
-        LayoutError: the layout does not divide it.
+        MappingError: the model is not known, or its modules cannot have the quantizers.
+        LayoutError: the layout does not divide it, or cuts blocks of the quantizers.
     """
     from megtool.train.checkpointing.save_template import SaveTemplate
 
@@ -72,11 +76,17 @@ def make_save_template(
     request = TargetOptions(
         to="torch_dist", layout=layout, optimizer=NONE, dtype=dtype, model_class=own_class
     )
+    if quantizers is not None:  # the states of modules are new ones
+        objects = weights.catalogue.objects
+        stateless = {n: o for n, o in objects.items() if not is_extra_state(n)}
+        weights = replace(weights, catalogue=replace(weights.catalogue, objects=stateless))
+        request = replace(request, singletons=True, add=quantizers.add)
     target = make_target(weights, request)
     destination = target.destination
     folder = folder_name(read_iteration(opened.catalogue)) + "/"
     common = {k: v for k, v in destination.catalogue.metadata["common"].items() if k not in _STATE}
-    tensors = destination.catalogue.tensors
+    values = {} if quantizers is None else quantizers.values()
+    tensors = [t for t in destination.catalogue.tensors if t.name not in values]
     run = choose_bucket_settings(opened, parallel, tensors)
     run = replace(run, bucket_size=bucket_size, grad_dtype=grad_dtype or run.grad_dtype)
     return SaveTemplate(
@@ -91,7 +101,8 @@ def make_save_template(
             if path.removeprefix(folder) not in (".metadata", COMMON_FILE, CONFIG_FILE)
             and path.startswith(folder)
         },
-        carried=_load_towers(weights, target) if carries else {},
+        carried=_load_towers(weights, target) | values if carries else {},
+        whole=tuple(t for t in destination.catalogue.tensors if t.name in values),
         plan_buckets=partial(_plan_buckets, opened, tensors, opened.model.config, parallel, run),
     )
 

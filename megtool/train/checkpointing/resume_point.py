@@ -20,7 +20,12 @@ from megtool.console import Progress
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.model.decoder import Decoder
 from megtool.options.groups import SourceOptions
-from megtool.reshard.open_source import open_source, require_decoder
+from megtool.reshard.open_source import (
+    EVERYTHING,
+    WITHOUT_QUANTIZERS,
+    open_source,
+    require_decoder,
+)
 from megtool.reshard.source import CheckpointSource
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume import resume
@@ -244,7 +249,8 @@ def open_checkpoint(path: Path, settings: TrainConfig) -> CheckpointSource:
         MegtoolError: it cannot be opened, or is not a decoder.
     """
     options = SourceOptions(family=settings.family, like=settings.like)
-    return _require_model(open_source(path, options))
+    tensors = WITHOUT_QUANTIZERS if settings.keeps_quantizers else EVERYTHING
+    return _require_model(open_source(path, options, tensors=tensors))
 
 
 def load_train_state(

@@ -97,6 +97,11 @@ def plan_save_layout(
         tensors += buckets.tensors
     else:
         rows += _state_rows(tensors, assign_writers(reports, ownership), cells)
+    for t in template.whole:
+        part = ShardPart(WEIGHT, t.name, 0, t.numel, 0)
+        lo, hi = [0] * len(t.shape), list(t.shape)
+        rows.append((len(tensors), lo, hi, 0, (part,) if rank == 0 else ()))
+        tensors.append(t)
     rows.sort(key=lambda row: row[0])
     ndim = max(widest(tensors), 1)
     return SaveLayout(

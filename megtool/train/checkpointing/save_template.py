@@ -51,7 +51,8 @@ class SaveTemplate:
     `tensors` are the stored weights, under Megatron's names. `objects` (bytes of ready items) and
     `small` files are written unchanged; `common` is Megatron's common state, which a save updates.
     `carried` are values of stored weights that no module of this rank has: the parts of a model
-    other than its text, which a run does not change. `plan_buckets` plans `dp_reshardable` buckets
+    other than its text, which a run does not change. `whole` are further small tensors, which rank
+    0 carries and writes. `plan_buckets` plans `dp_reshardable` buckets
     for stored states of given dtypes. See
     `megtool.train.checkpointing.megatron_template.make_save_template`.
     """
@@ -63,4 +64,5 @@ class SaveTemplate:
     objects: Mapping[str, bytes] = field(default_factory=dict)
     small: Mapping[str, bytes] = field(default_factory=dict)
     carried: Mapping[str, Tensor] = field(default_factory=dict)
+    whole: tuple[GlobalTensor, ...] = ()
     plan_buckets: Callable[[Mapping[str, DType]], BucketLayout] | None = None

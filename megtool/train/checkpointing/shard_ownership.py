@@ -24,6 +24,8 @@ from megtool.tensors.box import from_flat
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 _LAYER = re.compile(r"(decoder|encoder|mtp)\.layers\.(\d+)\.(.+)")
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
+_SINGLE_EXPERT = re.compile(r"(.+\.experts\.experts)\.(\d+)\.(.+)")
 _OWN_NORM = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 
 
@@ -184,14 +186,15 @@ class LayoutOwnership:
             dense = RankPlace(coordinates.stage, chunk, 0, coordinates.tp)
             experts = RankPlace(coordinates.stage, chunk, coordinates.ep, coordinates.etp)
             for place, is_expert in ((dense, False), (experts, True)):
-                for p in self._ranks.get(place, ()):
-                    if p.is_expert == is_expert:
-                        offset = ends.get(p.key, 0)
-                        ends[p.key] = offset + p.numel
-                        for part in self.in_parts(p):
-                            coordinates_of = (place.stage, place.ep, place.tp)
-                            yield OwnedParameter(part, p.key, offset, coordinates_of)
-                            offset += part.numel
+                owned = [p for p in self._ranks.get(place, ()) if p.is_expert == is_expert]
+                for p in sorted(owned, key=lambda p: _split_single(p.key)[1]):
+                    name, _ = _split_single(p.key)
+                    offset = ends.get(name, 0)
+                    ends[name] = offset + p.numel
+                    for part in self.in_parts(p):
+                        coordinates_of = (place.stage, place.ep, place.tp)
+                        yield OwnedParameter(part, name, offset, coordinates_of)
+                        offset += part.numel
 
     def in_parts(self, p: Parameter) -> Iterator[Parameter]:
         """A parameter as the stored tensors that it consists of."""
@@ -209,6 +212,18 @@ class LayoutOwnership:
             )
             yield replace(p, key=name, shape=(rows, *p.shape[1:]), boxes=boxes)
             first += rows
+
+
+def _split_single(key: str) -> tuple[str, tuple[int, bool]]:
+    """The parameter that is stored as `key`, or partly so, and the order of its parts: experts one
+    by one, each with its rows of gate before those of up."""
+    half, expert = _HALF.fullmatch(key), _SINGLE_EXPERT.fullmatch(key)
+    name = half[1] if half else key
+    if expert is None:
+        return name, (0, half is not None and half[2] == "v")
+    match = _SINGLE_EXPERT.fullmatch(name)
+    name = f"{match[1]}.{match[3]}" if match else name
+    return name, (int(expert[2]), half is not None and half[2] == "v")
 
 
 def local_name(key: str, local_names: Mapping[str, object]) -> str:

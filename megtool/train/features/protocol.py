@@ -19,6 +19,7 @@ from megtool.model.pipeline import Objective
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
+from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureInputs:
     """What features may need in addition to options: the checkpoint that the run was started with,
-    and how many micro batches each step has. `source` is None in a run of a model alone."""
+    that its weights were loaded from (None: the same one), and how many micro batches each step
+    has. `source` is None in a run of a model alone."""
 
     source: CheckpointSource | None = None
+    weights: CheckpointSource | None = None
     num_microbatches: int = 1
     progress: Progress = silent
 
@@ -139,6 +142,11 @@ class TrainingFeature:
         return {}
 
     # ---- checkpoints
+
+    @property
+    def quantizers(self) -> QuantizerState | None:
+        """ModelOpt's quantizers, which checkpoints of the run have; None if they have none."""
+        return None
 
     def megatron_args(self) -> Mapping[str, Any]:
         """Fields of Megatron's args that describe the feature."""

@@ -2,7 +2,8 @@
 
 Weights are rounded in place for the passes of a step, and restored before the optimizer's update:
 gradients are taken at the rounded weights and applied to the original ones (straight-through
-estimator, Bengio et al., 2013), and likewise for rounded inputs.
+estimator, Bengio et al., 2013), and likewise for rounded inputs. Formats and scales are those of a
+recipe, or of ModelOpt's quantizers in the checkpoint, which are saved again.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.console import Progress
-from megtool.errors import CalibrationError, StorageError, UsageError
+from megtool.errors import CalibrationError, FormatError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import tapped
-from megtool.options.groups import RuntimeOptions
-from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.options.groups import RuntimeOptions, SourceOptions
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.straight_through import straight_through
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
+from megtool.quant.pipeline.megatron_source import (
+    QuantizedMegatronSource,
+    read_quantized_megatron,
+)
 from megtool.quant.pipeline.obtain_qparams import check_given, solve
 from megtool.quant.pipeline.request import (
     CalibrationOptions,
@@ -36,8 +41,10 @@ from megtool.quant.pipeline.request import (
     QuantizeRequest,
 )
 from megtool.quant.qparams import QParams
+from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import resolve_recipe
 from megtool.reshard.source import CheckpointSource
+from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.memory_estimate import estimate_fake_quant_bytes
@@ -51,8 +58,10 @@ class QatFeature(TrainingFeature):
 
     `qparams` are the quantization parameters of weights, inputs and caches at `sites`. Scales of
     inputs and smoothing scales stay those of the calibration. Scales of weights follow the weights,
-    and codes that were chosen for the initial weights (GPTQ) are dropped. Memory: a copy of the
-    rounded weights during the passes.
+    and codes that were chosen for the initial weights (GPTQ) are dropped. With `decisions`, which
+    are those of a quantized checkpoint, its amaxes of weights stay what they are, as ModelOpt's do,
+    and what it has quantizers for has them in saved checkpoints. Memory: a copy of the rounded
+    weights during the passes.
 
     Raises:
         UsageError: modules that share an input would round it in different ways.
@@ -62,19 +71,30 @@ class QatFeature(TrainingFeature):
     changes_parameters = True
 
     def __init__(
-        self, stages: Sequence[Decoder], sites: Iterable[ActivationSite], qparams: QParams
+        self,
+        stages: Sequence[Decoder],
+        sites: Iterable[ActivationSite],
+        qparams: QParams,
+        decisions: Sequence[Decision] | None = None,
     ) -> None:
         all_sites = tuple(sites)
+        is_fixed = decisions is not None
+        weights = qparams.weights
+        if not is_fixed:
+            weights = {m: replace(t, amax=None, codes=None) for m, t in weights.items()}
         self._qparams = QParams(
-            weights={m: replace(t, amax=None, codes=None) for m, t in qparams.weights.items()},
+            weights=dict(weights),
             kv_caches=dict(qparams.kv_caches),
             norm_scales=dict(qparams.norm_scales),
         )
+        self._decisions = decisions
         # Modules that share a scale per tensor.
         self._shared = [
             siblings
             for p in all_sites
-            if len(siblings := self._with_global_amax(p.modules)) > 1 and p.kind == "input"
+            if len(siblings := self._with_global_amax(p.modules)) > 1
+            and p.kind == "input"
+            and not is_fixed
         ]
         self._stages = [
             (
@@ -95,13 +115,13 @@ class QatFeature(TrainingFeature):
 
     @classmethod
     def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
-        """Check the recipe and its calibration file.
+        """Check the recipe and its calibration file, or the quantizers of the checkpoint.
 
         Raises:
-            MegtoolError: see `make_qat_request`.
+            MegtoolError: see `make_qat_request`, and `read_quantizers`.
         """
         if settings.qat is not None:
-            make_qat_request(settings.qat, settings, source)
+            _decide(settings, source)
 
     @classmethod
     def estimate_memory(
@@ -115,7 +135,7 @@ class QatFeature(TrainingFeature):
         """Bytes of the copies of weights that are rounded."""
         if settings.qat is None:
             return {}
-        decisions = make_qat_request(settings.qat, settings, source).decisions
+        decisions = _decide(settings, source)
         modules = [d.module.name for d in decisions if d.format is not None]
         num_bytes = estimate_fake_quant_bytes(source.config, layout, dtype, modules)
         return {"fake_quant_bytes": num_bytes}
@@ -130,11 +150,24 @@ class QatFeature(TrainingFeature):
     def prepare(
         cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
     ) -> Self | None:
-        """Solve the quantization parameters of the model that the run was started with."""
+        """Solve the quantization parameters of the model that the run was started with, or read
+        those of the checkpoint that the weights are loaded from."""
         if settings.qat is None or inputs.source is None:
             return None
+        if settings.keeps_quantizers:
+            quantized = read_quantizers(settings, inputs.weights or inputs.source)
+            modules = (d.module for d in quantized.decisions)
+            sites = list_activation_sites(modules, quantized.source.config)
+            return cls(stages, sites, quantized.qparams, quantized.decisions)
         request = make_qat_request(settings.qat, settings, inputs.source)
         return cls(stages, *solve_qat_qparams(request, inputs.progress))
+
+    @property
+    def quantizers(self) -> QuantizerState | None:
+        """The quantizers that the checkpoint had."""
+        if self._decisions is None:
+            return None
+        return QuantizerState(decisions=self._decisions, qparams=self._qparams)
 
     @contextmanager
     def around_passes(
@@ -174,6 +207,30 @@ class QatFeature(TrainingFeature):
             top = max(tops, default=0.0)
             for module in modules if top else ():
                 weights[module] = replace(weights[module], global_amax=top)
+
+
+def _decide(settings: TrainConfig, source: CheckpointSource) -> Sequence[Decision]:
+    """The decision about every module."""
+    if settings.qat is None:
+        return ()
+    if settings.keeps_quantizers:
+        return read_quantizers(settings, source).decisions
+    return make_qat_request(settings.qat, settings, source).decisions
+
+
+def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> QuantizedMegatronSource:
+    """The formats and parameters of ModelOpt's quantizers in a checkpoint that is trained.
+
+    Raises:
+        FormatError: it has none, or they are damaged, or of a format that is not known.
+    """
+    options = SourceOptions(family=settings.family, like=settings.like)
+    quantized = read_quantized_megatron(source.catalogue.root, options, fixed=True)
+    if not any(d.format is not None for d in quantized.decisions):
+        raise FormatError(
+            "all of its quantizers are disabled", file=source.path, hint="--qat RECIPE"
+        )
+    return quantized
 
 
 def solve_qat_qparams(

@@ -18,6 +18,7 @@ from megtool.model.pipeline import Objective
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
+from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
 from megtool.train.features.distillation import DistillationFeature
 from megtool.train.features.dropout import DropoutFeature
@@ -122,6 +123,12 @@ class TrainingFeatures:
         """The loss of the first feature that has one."""
         losses = (feature.objective for feature in self.features)
         return next((loss for loss in losses if loss is not None), None)
+
+    @property
+    def quantizers(self) -> QuantizerState | None:
+        """Those of the first feature that has some."""
+        states = (feature.quantizers for feature in self.features)
+        return next((state for state in states if state is not None), None)
 
     @property
     def is_steady(self) -> bool:

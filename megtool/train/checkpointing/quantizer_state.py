@@ -1,0 +1,52 @@
+"""ModelOpt's quantizers as a run saves them: small whole tensors, objects, and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megtool.config import ParallelConfig
+from megtool.convert.dialects import TargetView
+from megtool.quant.pipeline.megatron_target import (
+    QuantizedMegatron,
+    add_quantizers,
+    list_buffer_values,
+)
+from megtool.quant.qparams import QParams
+from megtool.quant.recipes.match import Decision
+from megtool.reshard.writers.target_spec import AddedState
+
+
+@dataclass(slots=True, kw_only=True)
+class QuantizerState:
+    """The quantizers of all modules, whose amaxes training does not change.
+
+    `add` plans them for the modules of a target, and `values` are those of the tensors then.
+    """
+
+    decisions: Sequence[Decision]
+    qparams: QParams
+    _planned: QuantizedMegatron = field(default_factory=QuantizedMegatron)
+
+    def add(self, side: TargetView, parallel: ParallelConfig) -> AddedState:
+        """Plan what a checkpoint stores of them; see `TargetOptions.add`.
+
+        Raises:
+            MappingError, LayoutError: see `add_quantizers`.
+        """
+        self._planned = QuantizedMegatron(is_fixed=True)
+        return add_quantizers(self._planned, self.decisions, self.qparams, side, parallel)
+
+    def values(self) -> dict[str, Tensor]:
+        """The planned tensors by name, on the CPU.
+
+        Raises:
+            MappingError: the amaxes of a weight are not known.
+        """
+        return {
+            t.name: torch.from_numpy(bits.copy()).view(getattr(torch, t.dtype.name))
+            for t, bits in list_buffer_values(self.qparams, self._planned)
+        }

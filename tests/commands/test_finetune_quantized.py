@@ -1,0 +1,169 @@
+"""`finetune --qat source` goes on from a checkpoint with ModelOpt's quantizers, and saves one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megtool import export, quantize, verify
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.cast import numeric_values
+from megtool.errors import FormatError, UsageError
+from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.pipeline.megatron_source import read_quantized_megatron
+from megtool.reshard.open_source import WITHOUT_QUANTIZERS, open_source
+from tests.support.errors import raises
+from tests.support.models import moe_models, tiny_text
+from tests.support.models.tiny_model import tiny_model
+from tests.support.quant.quantize_sizes import SMALL, save_llama
+from tests.support.runs.finetune_runs import curve, save_lines, tune
+from tests.support.worlds.gloo_world import run_world
+
+CALIBRATED = ("fp8_kv_fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")
+BY_WEIGHTS = ("int8_weight_only", "mxfp4", "fp8_block128")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_llama(tmp_path_factory.mktemp("llama") / "hf")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lines(tmp_path_factory.mktemp("data"))
+
+
+def quantized(model: Path, folder: Path, recipe: str, **layout: Any) -> Path:
+    how = {"threads": 1, **layout} if recipe in BY_WEIGHTS else SMALL | layout
+    quantize(model, folder, recipe=recipe, to="torch_dist", **how)
+    return folder
+
+
+def buffers(folder: Path) -> dict[str, np.ndarray]:
+    """The buffers of all quantizers as float32."""
+    catalogue, out = open_checkpoint(folder), {}
+    with CheckpointReader(catalogue, Files()) as reader:
+        for t in catalogue.tensors:
+            if "_quantizer." in t.name and not t.name.startswith("optimizer."):
+                view = reader.open_stored(t.name)
+                out[t.name] = numeric_values(view.read(), view.dtype).astype(np.float32)
+    return out
+
+
+def canonical(folder: Path, module: str) -> torch.Tensor:
+    """A canonical weight of a folder, decoded, or as Megatron has it before it is rounded."""
+    opened, name = open_source(folder, tensors=WITHOUT_QUANTIZERS), f"{module}.weight"
+    with CheckpointReader(opened.catalogue, Files()) as reader:
+        view = reader.open_canonical(opened.view.placements[name])
+        values = numeric_values(view.read().reshape(-1), view.dtype)
+        return torch.from_numpy(values.copy()).float().reshape(opened.view.canonical[name].shape)
+
+
+@pytest.mark.parametrize("recipe", [*CALIBRATED, "int8_weight_only", "mxfp4"])
+def test_training_goes_on_and_resumes_with_the_same_bits(
+    llama: Path, data: Path, tmp_path: Path, recipe: str
+) -> None:
+    """Amaxes and scales stay, weights change, and the folder has the rounded weights."""
+    source = quantized(llama, tmp_path / "source", recipe)
+    more = {"qat": "source", "save_interval": 3, "lr": 1e-2, "eval_split": 0.1}
+    report = tune(source, tmp_path / "ref", data, **more, to="hf")
+    assert report.evaluations[-1][1] < report.evaluations[0][1]
+    tune(source, tmp_path / "out", data, **more, exit_duration_in_mins=1e-9)
+    tune(source, tmp_path / "out", data, **more)
+    assert curve(tmp_path / "out") == curve(tmp_path / "ref")
+    ours, theirs = (tmp_path / n / "iter_0000006" for n in ("out", "ref"))
+    assert verify(ours, theirs).exit_status == 0
+    have, want = buffers(ours), buffers(source)
+    assert set(have) == set(want)
+    for n, values in want.items():  # a scale in bfloat16 is that of inputs in float32 here
+        near = 1e-6 if n.endswith("_pre_quant_scale") else 0
+        assert np.allclose(have[n], values, rtol=near, atol=0), n
+    assert (ours / "modelopt_state/common.pt").is_file()
+    name = "layers.0.mlp.down"
+    q = read_quantized_megatron(ours).qparams.weights[name]
+    rounded = fake_weight(canonical(ours, name), q)
+    assert not torch.equal(rounded, fake_weight(canonical(source, name), q))
+    decoded = canonical(Path(str(report.hf)), name)
+    if q.smoothing_scale is not None:  # the reader divides by what inputs are multiplied by
+        decoded = decoded * torch.from_numpy(q.smoothing_scale)
+    assert torch.allclose(decoded, rounded, rtol=2**-7, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [("fp8", {"tp": 2}), ("int8_weight_only", {"tp": 2}), ("int8_sq", {"pp": 2})],
+)
+def test_every_layout_goes_on_from_every_other(
+    llama: Path, data: Path, tmp_path: Path, recipe: str, layout: dict[str, int]
+) -> None:
+    source = quantized(llama, tmp_path / "source", recipe)
+    assert_same_at(source, tmp_path, data, layout)
+
+
+@pytest.mark.slow
+def test_experts(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    family, _, keys = moe_models.CASES["qwen3_moe"]
+    keys = keys | {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
+    tiny_model(family, tmp_path / "moe", sizes=moe_models.SIZES, **keys)
+    tiny_text.save_tokenizer(tmp_path / "moe")
+    source = quantized(tmp_path / "moe", tmp_path / "source", "int8_weight_only")
+    assert_same_at(source, tmp_path, data, {"ep": 2, "dp": 2})
+
+
+def assert_same_at(source: Path, root: Path, data: Path, layout: dict[str, int]) -> None:
+    """A run at a layout, resumed by one process, is that of one process, and has its quantizers."""
+    steady = {"qat": "source", "lr_decay_style": "constant"}
+    tune(source, root / "ref", data, **steady)
+    more = steady | layout | {"train_iters": 3}
+    run_world(on_rank, 2, str(source), str(root / "two"), str(data), more)
+    resumed = tune(source, root / "two", data, **steady)
+    assert resumed.start_iteration == 3
+    ours, theirs = curve(root / "two"), curve(root / "ref")
+    assert [x[1] for x in ours] == pytest.approx([x[1] for x in theirs], rel=1e-3)
+    at_layout = {n: b.reshape(-1) for n, b in buffers(root / "two/iter_0000003").items()}
+    for n, b in buffers(source).items():
+        near = 1e-6 if n.endswith("_pre_quant_scale") else 0
+        assert np.allclose(np.sort(at_layout[n]), np.sort(b.reshape(-1)), rtol=near, atol=0), n
+    for name, folder in (("a", root / "two/iter_0000003"), ("b", root / "two/iter_0000006")):
+        assert export(folder, root / name, to="unified", threads=1).exact > 0
+    have, want = (
+        read_quantized_megatron(p).qparams.weights for p in (root / "two/iter_0000003", source)
+    )
+    for n, q in want.items():
+        if q.amax is not None and q.amax.size > 1:
+            assert np.array_equal(have[n].amax, q.amax), n
+
+
+def on_rank(rank: int, size: int, model: str, folder: str, data: str, more: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    tune(model, folder, data, **more)
+
+
+def test_what_has_no_quantizers_is_refused(llama: Path, data: Path, tmp_path: Path) -> None:
+    with raises(FormatError, "no state of ModelOpt's quantizers"):
+        tune(llama, tmp_path / "x", data, qat="source")
+    with raises(UsageError, "the quantizers are calibrated"):
+        tune(llama, tmp_path / "x", data, qat="source", calibration=tmp_path / "file")
+    blocks = quantized(llama, tmp_path / "blocks", "fp8_block128")
+    with raises(FormatError, "lie across several weights"):
+        tune(blocks, tmp_path / "x", data, qat="source")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_recipe_takes_the_place_of_quantizers(
+    llama: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning; what is saved has none then."""
+    source = quantized(llama, tmp_path / "source", "int8_weight_only")
+    tune(source, tmp_path / "x", data, qat="mxfp4", train_iters=1)
+    assert "ModelOpt's quantizers are left out" in caplog.text
+    assert not buffers(tmp_path / "x")
