@@ -43,7 +43,9 @@ def reshard(
     """Write the checkpoint `source` to `destination` in another format, layout or dtype.
 
     Optimizer state in buckets is decoded, and checked against its master weights. Several
-    checkpoints are averaged in float32 and rounded once, without optimizer state. FP8's delayed
+    checkpoints are averaged in float32 and rounded once, without optimizer state. An adapter is
+    added to the weights in float64 and rounded to float32 and the dtype to write, without optimizer
+    state. FP8's delayed
     scaling state is merged over ranks. Sizes, such as `hidden_size`, leave out the parts of the
     model with the lowest of the `pruning_scores`. `check` is called with the plan before anything
     is staged; what it raises is raised. An interrupted run resumes when it is called again with the
@@ -70,6 +72,7 @@ def reshard(
             ),
             average=options.average,
             weights=options.average_weights,
+            adapter=options.adapter,
         ),
         _target_options(options),
         replace(

@@ -229,12 +229,15 @@ def execute(
     """
     plan = job.plan
     summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)
+    inputs = [path for source in job.sources for path in source_paths(source)]
+    if job.merge is not None and job.merge.path is not None:
+        inputs.append(job.merge.path)
     stage = execution.make_stage(
         job.destination,
         files=files,
         fingerprint=plan.fingerprint,
         is_file=job.target.is_file,
-        sources=[path for source in job.sources for path in source_paths(source)],
+        sources=inputs,
         rewrites_data=job.target.finish is not None,
         plan=plan,
     )

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.transport.weight_update import WeightUpdate
+from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError, listed
 from megtool.reshard.megatron.amax_report import AmaxOptions
 from megtool.reshard.source import CheckpointSource, require_model
+
+_LOG = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterMerge:
-    """What is added to canonical weights of a source, by their names, and the adapter it is of."""
+    """What is added to canonical weights of a source, by their names.
 
-    adapter: str
+    `path` is the adapter that it was read from, None if it was made in memory.
+    """
+
     updates: Mapping[str, WeightUpdate]
+    path: Path | None = None
 
     def describe(self) -> str:
-        """The adapter in words, with the ranks and scales of its updates."""
+        """The number of weights, the adapter, and the ranks and scales of its updates."""
         words = []
         for noun, values in (("rank", self._ranks()), ("scale", self._scales())):
             some = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
             words.append(f"{noun} {some}")
-        return f"{len(self.updates):,} weights with {self.adapter}: {', '.join(words)}"
+        origin = f" with {self.path}" if self.path else ""
+        return f"{several(len(self.updates), 'weight')}{origin}: {', '.join(words)}"
 
     def to_json(self) -> dict[str, Any]:
         """The adapter and the weights as plain data."""
         return {
-            "adapter": self.adapter,
+            "adapter": str(self.path) if self.path else None,
             "weights": sorted(self.updates),
             "ranks": self._ranks(),
             "scales": self._scales(),
@@ -46,6 +55,24 @@ class AdapterMerge:
         return sorted({float(u.scale) for u in self.updates.values()})
 
 
+def open_merge(path: Path, source: CheckpointSource) -> AdapterMerge:
+    """Open an adapter whose updates are those of an open checkpoint's weights.
+
+    Raises:
+        FormatError: there is no adapter, or a damaged one.
+        MappingError: the model is not known, or the adapter is of another one, or is more than
+            low-rank updates.
+    """
+    from megtool.adapters.read import read_adapter
+
+    model, _ = require_model(source, "merging an adapter")
+    adapter = read_adapter(path)
+    for note in adapter.notes:
+        _LOG.warning("%s", note)
+    updates = adapter.updates(source.config, model.family)
+    return AdapterMerge(path=adapter.path, updates=updates)
+
+
 def check_merge(source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions) -> None:
     """Refuse updates that the checkpoint's weights cannot take exactly.
 
@@ -55,7 +82,7 @@ def check_merge(source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions
         UsageError: optimizer state, or FP8 state of the weights as they were, would be written.
     """
     require_model(source, "merging an adapter")
-    weights, updates, file = source.view.canonical, merge.updates, merge.adapter
+    weights, updates, file = source.view.canonical, merge.updates, merge.path
     if source.view.states or any(is_optimizer_state(name) for name in weights):
         raise UsageError(
             "the optimizer state of the source belongs to its weights without the adapter",

@@ -42,7 +42,8 @@ def reshard_checkpoint(
         if check_source is not None:
             check_source(source)
         average = selection.open_average(source, target)
-        job = plan_reshard(source, average, target, execution)
+        merge = selection.open_merge(source)
+        job = plan_reshard(source, average, target, execution, merge=merge)
     if check is not None:
         check(job.plan)
     return execute(job, execution, files or Files(), progress, start=start)

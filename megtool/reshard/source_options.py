@@ -13,6 +13,7 @@ from megtool.options.groups import SourceOptions
 from megtool.reshard.average import Average, check_same_model, parse_shares
 from megtool.reshard.layer_subset import without_excluded_mtp
 from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.merge import AdapterMerge, open_merge
 from megtool.reshard.open_source import NameFilter, TensorFilter, name_filter, open_source
 from megtool.reshard.source import CheckpointSource, ModelIdentity
 from megtool.reshard.width_subset import PRUNE_NOTHING, PruningOptions
@@ -26,7 +27,8 @@ class SelectionOptions(SourceOptions):
     `select` and `exclude` are globs on stored names, and `pruning` says which parts of the model.
     `optimizer_only` reads nothing but optimizer state. `average` lists checkpoints that are
     averaged with the source, without optimizer state; `weights` are the shares of the mean, the
-    source's first.
+    source's first. `adapter` is merged into the weights, whose optimizer state then is read only if
+    the target asks for it, to be refused.
     """
 
     select: Sequence[str] = ()
@@ -35,6 +37,7 @@ class SelectionOptions(SourceOptions):
     pruning: PruningOptions = PRUNE_NOTHING
     average: Sequence[Path] = ()
     weights: str | None = None
+    adapter: Path | None = None
 
     def open(self, path: Path, target: TargetOptions) -> CheckpointSource:
         """Open the source of a reshard to `target`.
@@ -79,6 +82,15 @@ class SelectionOptions(SourceOptions):
         check_same_model(first, sources, is_partial=self._tensor_filter() is not None)
         return Average(others=tuple(sources), shares=shares)
 
+    def open_merge(self, source: CheckpointSource) -> AdapterMerge | None:
+        """Open the adapter that is merged into the source's weights, None where there is none.
+
+        Raises:
+            FormatError: there is no adapter, or a damaged one.
+            MappingError: the adapter does not fit the model.
+        """
+        return None if self.adapter is None else open_merge(self.adapter, source)
+
     def _open(
         self,
         path: Path,
@@ -88,12 +100,15 @@ class SelectionOptions(SourceOptions):
         select: NameFilter | None = None,
         fallback: ModelIdentity | None = None,
     ) -> CheckpointSource:
+        has_optimizer = target.optimizer != NONE and not self.average
+        if self.adapter is not None and target.optimizer is None:
+            has_optimizer = False
         source = open_source(
             path,
             options,
             tensors=TensorFilter(select=select),
             fallback=None if self.pruning.is_given else fallback,
-            optimizer=target.optimizer != NONE and not self.average,
+            optimizer=has_optimizer,
             prove_all=target.prove_all,
             for_format=target.to or "dcp",
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megtool.config import LayoutOptions
-from megtool.options.effects import requires
+from megtool.options.effects import is_set, requires
 from megtool.options.field import (
     OptionCondition,
     argument,
@@ -81,6 +81,9 @@ PRUNED_SIZES = (
 )
 """The options that say how small a pruned model is."""
 
+PARTS_AND_MEANS = ("select", "exclude", "optimizer_only", "layers", "average")
+"""The options that make another model than the source's."""
+
 _NEEDS_SCORES = requires(
     "pruning_scores", "--pruning-scores FILE says what matters least; `evaluate` writes it"
 )
@@ -88,6 +91,13 @@ _HAS_SIZE = OptionCondition(
     holds=lambda options, facts: any(getattr(options, n) is not None for n in PRUNED_SIZES),
     reason="{has} no effect without a smaller size",
     hint="--ffn-hidden-size N, for example",
+)
+_IS_WHOLE_MODEL = OptionCondition(
+    holds=lambda options, facts: (
+        not any(is_set(options, name) for name in (*PARTS_AND_MEANS, *PRUNED_SIZES))
+    ),
+    reason="{is} merged into a whole model, not into a part of one or a mean",
+    hint="merge first, and then reshard what was written with the other options",
 )
 _WRITES = OptionCondition(
     holds=lambda options, facts: not options.dry_run,
@@ -177,6 +187,12 @@ class ReshardOptions(
         "Weights of the mean, SRC's first: 0.5,0.3,0.2; default: equal ones.",
         metavar="LIST",
         needs=(requires("average", "--average OTHER names other checkpoints"),),
+    )
+    adapter: Path | None = option(
+        INPUT,
+        "Add the adapter (LoRA) in this folder to SRC's weights; optimizer state is left out.",
+        metavar="FOLDER",
+        needs=(_IS_WHOLE_MODEL,),
     )
     to: str | None = option(
         OUTPUT,

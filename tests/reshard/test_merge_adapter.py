@@ -1,0 +1,244 @@
+"""`--adapter`: a folder with an adapter of PEFT's merged in equals what PEFT's own merge saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from megtool import quantize, reshard
+from megtool.cli.app import main
+from megtool.errors import DestinationError, FormatError, MappingError, UsageError
+from tests.support.errors import raises
+from tests.support.folders import contents, torch_tensors
+from tests.support.models import moe_models, tiny_llama
+from tests.support.models.adapted_models import read_canonical, save_adapter
+from tests.support.models.tiny_model import tiny_model
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"to": "torch_dist", "tp": 2, "pp": 2},
+    {"to": "megatron", "tp": 2},
+    {"to": "dcp"},
+)
+
+
+def merge_by_peft(base: Path, adapter: Path, folder: Path, dtype: torch.dtype) -> Path:
+    """What PEFT saves of a base in `dtype` with the adapter merged."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    merged = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    merged.save_pretrained(folder)
+    return folder
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {"target_modules": "all-linear"}),
+    "rslora": ("llama", {}, {"target_modules": ATTENTION, "use_rslora": True, "r": 8}),
+    "embeddings": ("llama", {}, {"target_modules": ["embed_tokens", "lm_head", "up_proj"]}),
+    "fused": ("phi3", {}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "transposed": ("gpt2", {}, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "qwen3_moe": ("qwen3_moe", {"target_parameters": ["mlp.experts.down_proj"]}),
+    "gpt_oss": ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "mla": ("deepseek_v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]}),
+}
+
+
+def assert_equals_peft(
+    base: Path, folder: Path, layouts: Sequence[dict[str, Any]], **settings: Any
+) -> None:
+    """float32: within 1e-6 of what PEFT saves, from and to Megatron's formats the same bits."""
+    adapter = folder / "adapter"
+    save_adapter(base, adapter, **settings)
+    merge_by_peft(base, adapter, folder / "theirs", torch.float32)
+    report = reshard(base, folder / "ours", adapter=adapter, verify=True)
+    assert report.merge is not None
+    assert report.plan.num_bytes.merge > 0
+    ours, theirs = read_canonical(folder / "ours"), read_canonical(folder / "theirs")
+    plain = read_canonical(base)
+    assert ours.keys() == theirs.keys()
+    assert {n for n in ours if not torch.equal(ours[n], plain[n])} == set(report.merge.updates)
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-6)
+    for number, layout in enumerate(layouts):
+        there, back = folder / f"there{number}", folder / f"back{number}"
+        reshard(base, there, adapter=adapter, **layout)
+        reshard(there, back, to="hf")
+        assert torch_tensors(back).keys() == torch_tensors(folder / "ours").keys()
+        assert all(torch.equal(w, ours[n]) for n, w in read_canonical(back).items())
+        plain_there, merged = folder / f"plain{number}", folder / f"merged{number}"
+        reshard(base, plain_there, **layout)
+        reshard(plain_there, merged, to="hf", adapter=adapter)
+        assert all(torch.equal(w, ours[n]) for n, w in read_canonical(merged).items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merged_model_equals_that_of_peft(case: str, tmp_path: Path) -> None:
+    family, keys, settings = CASES[case]
+    tiny_model(family, tmp_path / "base", tie_word_embeddings=False, **keys)
+    assert_equals_peft(tmp_path / "base", tmp_path, LAYOUTS, **settings)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_merged_experts_and_latent_attention_equal_those_of_peft(case: str, tmp_path: Path) -> None:
+    name, settings = EXPERTS[case]
+    family, _, keys = moe_models.CASES[name]
+    sizes = moe_models.SIZES | {"num_hidden_layers": 2}
+    tiny_model(family, tmp_path / "base", sizes=sizes, **keys)
+    settings = {"target_modules": ["o_proj"]} | settings
+    assert_equals_peft(tmp_path / "base", tmp_path, LAYOUTS[:1], **settings)
+
+
+def ulp(values: torch.Tensor) -> torch.Tensor:
+    """The distance of bfloat16 numbers at the size of `values`."""
+    _, exponent = torch.frexp(values.abs().float())
+    return torch.pow(2.0, exponent.float() - 8)
+
+
+def test_bfloat16_differs_from_that_of_peft_by_an_ulp_in_rare_elements(tmp_path: Path) -> None:
+    """PEFT's product is rounded to float32, so that some sums near a tie go the other way."""
+    tiny_model("llama", tmp_path / "single", hidden_size=256, intermediate_size=512)
+    reshard(tmp_path / "single", tmp_path / "base", dtype="bfloat16")
+    adapter = tmp_path / "adapter"
+    save_adapter(tmp_path / "base", adapter, target_modules="all-linear")
+    merge_by_peft(tmp_path / "base", adapter, tmp_path / "theirs", torch.bfloat16)
+    reshard(tmp_path / "base", tmp_path / "ours", adapter=adapter)
+    ours, theirs = torch_tensors(tmp_path / "ours"), torch_tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    differing = total = 0
+    for name, weight in ours.items():
+        assert weight.dtype == theirs[name].dtype == torch.bfloat16
+        a, b = weight.float(), theirs[name].float()
+        bound = ulp(torch.maximum(a.abs(), b.abs())) + 1e-7  # for sums that nearly cancel
+        assert ((a - b).abs() <= bound).all(), name
+        differing += int((a != b).sum())
+        total += a.numel()
+    assert differing < 1e-4 * total
+    exact = tmp_path / "exact"
+    reshard(tmp_path / "base", exact, adapter=adapter, dtype="float32")
+    for name, weight in torch_tensors(exact).items():
+        assert torch.equal(weight.bfloat16(), ours[name]), name
+
+
+def test_an_adapter_of_a_quantized_base_is_merged_into_decoded_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    tiny_llama.save(tmp_path / "base", **sizes)
+    quantize(tmp_path / "base", tmp_path / "fp8", recipe="fp8_block128", fsync=False)
+    reshard(tmp_path / "fp8", tmp_path / "plain", dtype="float32")
+    save_adapter(tmp_path / "plain", tmp_path / "adapter", target_modules=ATTENTION)
+    merge_by_peft(tmp_path / "plain", tmp_path / "adapter", tmp_path / "theirs", torch.float32)
+    reshard(tmp_path / "fp8", tmp_path / "ours", adapter=tmp_path / "adapter", dtype="float32")
+    ours, theirs = torch_tensors(tmp_path / "ours"), torch_tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-6)
+    assert "quantization_config" not in (tmp_path / "ours" / "config.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", folder / "base")
+    save_adapter(folder / "base", folder / "adapter", target_modules=ATTENTION)
+    return folder
+
+
+def test_the_command_says_what_it_will_merge(base: Path, capsys: Any, tmp_path: Path) -> None:
+    call = ["reshard", str(base / "base"), str(tmp_path / "out"), "--to", "torch_dist"]
+    call += ["--adapter", str(base / "adapter"), "--dry-run"]
+    assert main(call) == 0
+    text = capsys.readouterr().out
+    for words in ("8 weights with", "rank 4, scale 1.5", "merged with updates"):
+        assert words in text
+    assert main([*call, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["merge"]["adapter"] == str(base / "adapter")
+    assert (data["merge"]["ranks"], data["merge"]["scales"]) == ([4], [1.5])
+    assert len(data["merge"]["weights"]) == 8
+    assert data["plan"]["num_bytes"]["merge"] > 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": "0"},
+        {"select": ["*q_proj*"]},
+        {"exclude": ["lm_head*"]},
+        {"average": ["base"]},
+        {"optimizer_only": True},
+        {"pruning_scores": "scores.json", "hidden_size": 8},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_adapter_is_of_a_whole_model(
+    options: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    with raises(UsageError, "--adapter", id="option-without-effect"):
+        reshard(base / "base", tmp_path / "out", adapter=base / "adapter", **options)
+
+
+def truncate(adapter: Path) -> None:
+    path = adapter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def edit_tensors(adapter: Path, edit: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name in tensors:
+        if "lora_B" in name:
+            edit(tensors[name])
+            break
+    save_file(tensors, adapter / "adapter_model.safetensors")
+
+
+HOSTILE: dict[str, tuple[type[Exception], str, Any]] = {
+    "truncated": (FormatError, "format", truncate),
+    "NaN": (FormatError, "nan-weights", lambda a: edit_tensors(a, lambda t: t.fill_(torch.nan))),
+    "Inf": (FormatError, "nan-weights", lambda a: edit_tensors(a, lambda t: t[1].fill_(torch.inf))),
+    "absent": (FormatError, "not-an-adapter", lambda a: (a / "adapter_config.json").unlink()),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_damaged_adapters_are_one_error(case: str, base: Path, tmp_path: Path) -> None:
+    kind, error_id, damage = HOSTILE[case]
+    save_adapter(base / "base", tmp_path / "adapter", target_modules=ATTENTION)
+    damage(tmp_path / "adapter")
+    with raises(kind, id=error_id) as e:
+        reshard(base / "base", tmp_path / "out", adapter=tmp_path / "adapter")
+    assert str(tmp_path / "adapter") in str(e.value.file)
+    assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_adapters_of_other_models_are_one_error(base: Path, tmp_path: Path) -> None:
+    for number, keys in enumerate(({"num_hidden_layers": 3}, {"hidden_size": 48})):
+        other = tmp_path / f"other{number}"
+        tiny_model("llama", other, **keys)
+        save_adapter(other, tmp_path / f"adapter{number}", target_modules=ATTENTION)
+        with raises(MappingError, id="foreign-adapter"):
+            reshard(base / "base", tmp_path / "out", adapter=tmp_path / f"adapter{number}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_adapter_is_not_replaced(base: Path, tmp_path: Path) -> None:
+    save_adapter(base / "base", tmp_path / "adapter", target_modules=ATTENTION)
+    before = contents(tmp_path / "adapter")
+    with raises(DestinationError, id="destination-in-source"):
+        reshard(
+            base / "base",
+            tmp_path / "adapter",
+            adapter=tmp_path / "adapter",
+            overwrite=True,
+        )
+    assert contents(tmp_path / "adapter") == before
