@@ -100,7 +100,8 @@ class Adapter(nn.Module):
     the other matrix is whole on all ranks. Between the two, the ranks exchange `[T, rank]`. Of a
     layer that all ranks have whole both are.
     Dropout leaves out the same inputs at every tp size, where torch's generators are in the same
-    state on all tp ranks.
+    state on all tp ranks. While the adapter `is_merged`, its part is in the layer's weight: it adds
+    zeros, through which its matrices get their gradients, as if the weight's passed on to them.
     """
 
     def __init__(self, linear: Linear, settings: LoraSettings) -> None:
@@ -108,7 +109,7 @@ class Adapter(nn.Module):
         self.group, self.sequence_parallel = linear.group, linear.sequence_parallel
         self.is_column = isinstance(linear, ColumnLinear)
         self.is_whole = isinstance(linear, DownLinear)
-        self.scale, self.dropout = settings.scale, settings.dropout
+        self.scale, self.dropout, self.is_merged = settings.scale, settings.dropout, False
         weight, is_full_sequence = linear.weight, self.sequence_parallel
         out, inner = weight.shape
 
@@ -143,6 +144,12 @@ class Adapter(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """The addition to the layer's output, in this rank's rows and columns."""
+        if self.is_merged:
+            y = self._product(x_TI.detach())
+            return y - y.detach()
+        return self._product(x_TI)
+
+    def _product(self, x_TI: Tensor) -> Tensor:
         x_TI = self._dropped(x_TI)
         h_TR = F.linear(x_TI, self.lora_A) * self.scale
         if self.is_column:
@@ -293,7 +300,7 @@ class ExpertAdapter(nn.Module):
     def __init__(self, linear: ExpertLinear, ep: Group, settings: LoraSettings) -> None:
         super().__init__()
         self.ep, self.etp, self.split_dim = ep, linear.group, linear.split_dim
-        self.scale, weight = settings.scale, linear.weight
+        self.scale, self.is_merged, weight = settings.scale, False, linear.weight
         experts, out, inner = weight.shape
 
         def new(*shape: int, split: int | None) -> nn.Parameter:
@@ -327,6 +334,12 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
         """The addition to the rows of the layer's result, which are sorted by expert."""
+        if self.is_merged:
+            y = self._product(rows_RI.detach(), counts_E)
+            return y - y.detach()
+        return self._product(rows_RI, counts_E)
+
+    def _product(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
         lora_A: Tensor = self.lora_A
         lora_B: Tensor = self.lora_B
         if self.is_column:

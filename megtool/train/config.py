@@ -478,7 +478,11 @@ def _check_feature_options(s: TrainConfig) -> None:
             s.qat is not None and s.te_precision_config_file is not None,
             "--qat and --te-precision-config-file exclude each other",
         ),
-        (s.qat is not None and s.lora_rank is not None, "--qat and --lora-rank exclude each other"),
+        (
+            s.qat is not None and bool(s.lora_dropout),
+            "--lora-dropout has no effect with --qat: merged weights are rounded, and adapters "
+            "have no inputs of their own",
+        ),
         (
             s.lora_alpha is not None and s.lora_rank is None,
             "--lora-alpha has no effect without --lora-rank",

@@ -245,8 +245,8 @@ def test_what_no_data_could_mend_is_refused_before_they_are_read(
 
 
 def test_what_excludes_each_other_is_refused(model, data, tmp_path) -> None:
-    with pytest.raises(UsageError, match="--qat and --lora-rank"):
-        tune(model, tmp_path / "out", data, qat="mxfp4", lora_rank=4)
+    with pytest.raises(UsageError, match="--lora-dropout has no effect with --qat"):
+        tune(model, tmp_path / "out", data, qat="mxfp4", lora_rank=4, lora_dropout=0.1)
     with pytest.raises(UsageError, match="--lora-alpha has no effect without --lora-rank"):
         tune(model, tmp_path / "out", data, lora_alpha=4.0)
     assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megtool import export, quantize, verify
 from megtool.checkpoint.formats import open_checkpoint
@@ -109,6 +110,19 @@ def test_every_layout_goes_on_from_every_other(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 4}])
+def test_recipes_by_weights_alone_are_trained_on_every_rank(
+    llama: Path, data: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = {"qat": "mxfp4"} | more
+    tune(llama, tmp_path / "ref", data, **options)
+    ranks = options | {"tp": 2, "sequence_parallel": True}
+    run_world(on_rank, 2, str(llama), str(tmp_path / "out"), str(data), ranks)
+    ours, theirs = curve(tmp_path / "out"), curve(tmp_path / "ref")
+    assert [x[1] for x in ours] == pytest.approx([x[1] for x in theirs], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_experts(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     family, _, keys = moe_models.CASES["qwen3_moe"]
@@ -146,6 +160,34 @@ def assert_same_at(source: Path, root: Path, data: Path, layout: dict[str, int])
 def on_rank(rank: int, size: int, model: str, folder: str, data: str, more: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     tune(model, folder, data, **more)
+
+
+def test_adapters_are_trained_with_the_quantizers(llama: Path, data: Path, tmp_path: Path) -> None:
+    """What is saved has the quantizers and merged weights; the adapter is that of plain weights."""
+    source = quantized(llama, tmp_path / "source", "fp8")
+    more = {"qat": "source", "lora_rank": 4, "lr": 1e-2, "eval_split": 0.1}
+    report = tune(source, tmp_path / "ref", data, **more, to="hf")
+    assert report.evaluations[-1][1] < report.evaluations[0][1]
+    tune(source, tmp_path / "out", data, **more, exit_duration_in_mins=1e-9)
+    tune(source, tmp_path / "out", data, **more)
+    assert curve(tmp_path / "out") == curve(tmp_path / "ref")
+    saved = tmp_path / "out/iter_0000006"
+    assert verify(saved, tmp_path / "ref/iter_0000006").exit_status == 0
+    have, want = buffers(saved), buffers(source)
+    assert all(np.array_equal(have[n], want[n]) for n in want)
+    name = "layers.0.mlp.down"
+    weights = load_file(saved / "adapter/adapter_model.safetensors")
+    at = "base_model.model.model.layers.0.mlp.down_proj.lora_"
+    delta = weights[f"{at}B.weight"] @ weights[f"{at}A.weight"] * 2
+    merged = canonical(source, name) + delta
+    assert torch.allclose(canonical(saved, name), merged, atol=1e-6)
+    rounded = fake_weight(merged, read_quantized_megatron(saved).qparams.weights[name])
+    decoded = canonical(Path(str(report.hf)), name)
+    assert (decoded - rounded).abs().max() <= rounded.abs().max() * 2**-4
+    assert (decoded == rounded).float().mean() > 0.99
+    smoothed = quantized(llama, tmp_path / "smoothed", "int8_sq")
+    with raises(UsageError, "smoothing scales"):
+        tune(smoothed, tmp_path / "x", data, qat="source", lora_rank=4)
 
 
 def test_what_has_no_quantizers_is_refused(llama: Path, data: Path, tmp_path: Path) -> None:

@@ -33,9 +33,14 @@ class SolvedQParams:
 
 
 def solve(
-    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRequest,
+    samples: CalibrationSamples | None,
+    progress: Progress,
+    *,
+    everywhere: bool = False,
 ) -> SolvedQParams | None:
-    """Solve the quantization parameters of all modules; None in every process except the first.
+    """Solve the quantization parameters of all modules; None in every process except the first,
+    unless they are solved `everywhere`, without data.
 
     Raises:
         CalibrationError: see `calibrate` and `check_fits`.
@@ -48,7 +53,8 @@ def solve(
     # Formats were chosen by sensitivities, which the calibration file has to contain.
     keeps = request.auto is not None and (c.only or c.keep is not None)
     if not (request.needs_data or keeps):
-        if request.worker is None and os.environ.get("RANK", "0") != "0":
+        is_first = everywhere or os.environ.get("RANK", "0") == "0"
+        if request.worker is None and not is_first:
             return None
         done = SolvedQParams(qparams=QParams(), calibration_file=None)
         if not all(is_format_only(request.resolved.recipe, d) for d in request.decisions):

@@ -3,7 +3,8 @@
 Weights are rounded in place for the passes of a step, and restored before the optimizer's update:
 gradients are taken at the rounded weights and applied to the original ones (straight-through
 estimator, Bengio et al., 2013), and likewise for rounded inputs. Formats and scales are those of a
-recipe, or of ModelOpt's quantizers in the checkpoint, which are saved again.
+recipe, or of ModelOpt's quantizers in the checkpoint, which are saved again. With LoRA the merged
+weights are rounded, as in modelopt 0.47, torch/quantization/plugins/peft.py (`_QuantLoraLinear`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megtool.errors import CalibrationError, FormatError, StorageError, UsageErr
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import tapped
+from megtool.model.lora import adapters_of, merged_weight
 from megtool.options.groups import RuntimeOptions, SourceOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
@@ -179,11 +181,18 @@ class QatFeature(TrainingFeature):
         try:
             with torch.no_grad():
                 for stage, simulation in self._stages:
+                    merged = set()
+                    for name, linear, adapter in adapters_of(stage):
+                        originals.append((linear.weight, linear.weight.detach().clone()))
+                        linear.weight.copy_(merged_weight(linear, adapter))
+                        merged.add(f"{name}.weight")
+                        adapter.is_merged = True
                     self._update_shared_scales(simulation)
                     for layer in simulation.layers:
                         for name, rounded in simulation.fake_quantize_layer(layer).items():
                             parameter = stage.get_parameter(name)
-                            originals.append((parameter, parameter.detach().clone()))
+                            if name not in merged:
+                                originals.append((parameter, parameter.detach().clone()))
                             parameter.copy_(rounded)
             with tapped(straight_through(taps)):
                 yield
@@ -191,6 +200,9 @@ class QatFeature(TrainingFeature):
             with torch.no_grad():
                 for weight, values in originals:
                     weight.copy_(values)
+            for stage, _ in self._stages:
+                for *_, adapter in adapters_of(stage):
+                    adapter.is_merged = False
 
     def _update_shared_scales(self, simulation: FakeQuantModel) -> None:
         """Update shared scales per tensor to the current weights."""
@@ -223,9 +235,16 @@ def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> Quantize
 
     Raises:
         FormatError: it has none, or they are damaged, or of a format that is not known.
+        UsageError: adapters would be trained for smoothed weights.
     """
     options = SourceOptions(family=settings.family, like=settings.like)
     quantized = read_quantized_megatron(source.catalogue.root, options, fixed=True)
+    if settings.lora_rank is not None and quantized.smoothed:
+        raise UsageError(
+            f"{len(quantized.smoothed)} weights are multiplied by smoothing scales, and adapters "
+            "of them would be those of no other model",
+            hint="train without --lora-rank, or with --qat RECIPE on the model that was quantized",
+        )
     if not any(d.format is not None for d in quantized.decisions):
         raise FormatError(
             "all of its quantizers are disabled", file=source.path, hint="--qat RECIPE"
@@ -241,7 +260,7 @@ def solve_qat_qparams(
     Raises:
         CalibrationError: the recipe quantizes nothing.
     """
-    result = solve(job, None, progress)
+    result = solve(job, None, progress, everywhere=True)
     if result is None:
         raise CalibrationError(f"recipe {job.resolved.recipe.name} quantizes nothing")
     return job.sites, result.qparams

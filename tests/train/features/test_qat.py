@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.fake_quantize import fake_weight
@@ -95,6 +96,37 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
     assert all(bool(torch.isfinite(g).all()) for g in found.values())
     # The first norm stands before rounded inputs: what passes them straight through reaches it.
     assert found["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("algo", ["MXFP4", "FP8"])
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_adapters_are_trained_in_rounded_merged_weights(model, algo, request) -> None:
+    """As ModelOpt's `_QuantLoraLinear`: the loss is that of the merged model, rounded, and the
+    gradient of the merged weights goes on to the matrices."""
+    folder = request.getfixturevalue(model)
+    decoder, points, settlement = made(folder, algo)
+    add_adapters([decoder], LoraSettings(rank=4, alpha=8.0))
+    generator = torch.Generator().manual_seed(0)
+    for *_, adapter in adapters_of(decoder):
+        adapter.lora_B.detach().normal_(generator=generator).mul_(0.05)
+    before = {n: t.clone() for n, t in decoder.state_dict().items()}
+    with QatFeature([decoder], points, settlement).around_passes(0, None):
+        loss, found = gradients(decoder)
+    assert all(torch.equal(t, before[n]) for n, t in decoder.state_dict().items())
+    merged, points, settlement = made(folder, algo)
+    with torch.no_grad():
+        for name, linear, adapter in adapters_of(decoder):
+            merged.get_parameter(f"{name}.weight").copy_(merged_weight(linear, adapter))
+    with QatFeature([merged], points, settlement).around_passes(0, None):
+        expected, theirs = gradients(merged)
+    assert loss == expected
+    for name, _, adapter in adapters_of(decoder):
+        g, scale = theirs[f"{name}.weight"], adapter.scale
+        want_A = scale * adapter.lora_B.detach().mT @ g
+        want_B = scale * g @ adapter.lora_A.detach().mT
+        for kind, want in (("A", want_A), ("B", want_B)):
+            have = found[f"{name}.adapter.lora_{kind}"]
+            assert (have - want).norm() <= 1e-4 * want.norm(), name
 
 
 def noisy_text(seed: int) -> tuple[Tensor, Tensor]:
