@@ -16,6 +16,7 @@ PURPOSES = {
     "hub": "hf:// locations",
     "modelopt": "quantize --backend modelopt",
     "report": "pages of --report",
+    "retro": "chunk databases and neighbors of Retro",
     "stores": "s3://, gs:// and https:// locations",
     "tasks": "evaluate --tasks, by lm-eval",
     "te": "--kernels te: Transformer Engine, on CUDA",
