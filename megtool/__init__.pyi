@@ -14,6 +14,7 @@ from megtool.access.checkpoint import stream as stream
 from megtool.access.state_dict import load_state_dict as load_state_dict
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.storage.files import Files
+from megtool.commands.adapter import ConvertAdapterReport, InspectAdapterReport
 from megtool.commands.audit import AuditReport
 from megtool.commands.clean import CleanReport
 from megtool.commands.demo import DemoReport
@@ -56,6 +57,19 @@ def clean(
     *,
     yes: bool = ...,
 ) -> CleanReport: ...
+def convert_adapter(
+    source: str | Path,
+    destination: str | Path,
+    to: Literal["peft", "bridge"],
+    base: str | Path,
+    *,
+    iteration: str | None = ...,
+    family: str | None = ...,
+    like: str | Path | None = ...,
+    overwrite: bool = ...,
+    fsync: bool = ...,
+    dry_run: bool = ...,
+) -> ConvertAdapterReport: ...
 def demo(
     folder: str | Path | None = ...,
 ) -> DemoReport: ...
@@ -397,6 +411,12 @@ def inspect(
     report: str | Path | None = ...,
     progress: Progress = ...,
 ) -> InspectReport | ShareReport: ...
+def inspect_adapter(
+    source: str | Path,
+    *,
+    modules: bool = ...,
+    iteration: str | None = ...,
+) -> InspectAdapterReport: ...
 def inspect_amax(
     source: str | Path,
     *,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megtool.adapters.stacked_layers import is_stacked, unstack
 from megtool.adapters.stored_adapter import (
     AdaptedWeight,
     LazyMatrix,
@@ -39,7 +40,6 @@ _NAME = re.compile(
     r"(?P<weight>.+)\.adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?"
     r"linear_(?P<side>in|out)\.weight(?:\.(?P<mixer>z|x|B|C|dt))?"
 )
-_LAYER = re.compile(r"(?P<begin>(?:decoder|encoder)\.layers\.)(?P<number>\d+\.)?")
 _KINDS = {"LoRA", "VLMLoRA", "CanonicalLoRA"}
 
 
@@ -153,6 +153,7 @@ def read_bridge(catalogue: Catalogue) -> StoredAdapter:
             "class": config.kind,
             "rank": config.rank,
             "alpha": config.alpha,
+            "dropout": config.content.get("dropout") or 0.0,
             "target_modules": config.content.get("target_modules"),
             "base_model": None,
         },
@@ -176,13 +177,11 @@ def _adapted(
             file=catalogue.root,
             tensor=next(iter(names.values())),
         )
-    layer = _LAYER.search(name)
-    is_stacked = layer is not None and layer["number"] is None
     out = []
     for mixer, up_name in ups.items():
         down = open_matrix(catalogue, names["in"], files)
         up = open_matrix(catalogue, up_name, files)
-        num_dims = {len(down.shape) - is_stacked, len(up.shape) - is_stacked}
+        num_dims = {len(m.shape) - is_stacked(name) for m in (down, up)}
         if not num_dims <= {2, 3} or down.shape[-2] != up.shape[-1]:
             raise FormatError(
                 f"the matrices have shapes {list(down.shape)} and {list(up.shape)}",
@@ -206,26 +205,8 @@ def _adapted(
             part=f"in_{mixer}" if mixer else part,
             row_pieces=_count_pieces(catalogue, up_name, len(up.shape) - 2),
         )
-        out += _layers(weight, layer) if is_stacked and layer is not None else [weight]
+        out += unstack(weight)
     return out
-
-
-def _layers(weight: AdaptedWeight, layer: re.Match[str]) -> list[AdaptedWeight]:
-    """A weight of stacked layers as one of each."""
-    begin, end = weight.name[: layer.end()], weight.name[layer.end() :]
-
-    def of(matrix: LazyMatrix, number: int) -> LazyMatrix:
-        return matrix.derive(lambda tensor: tensor[number], matrix.shape[1:])
-
-    return [
-        replace(
-            weight,
-            name=f"{begin}{number}.{end}",
-            down=of(weight.down, number),
-            up=of(weight.up, number),
-        )
-        for number in range(weight.down.shape[0])
-    ]
 
 
 def _count_pieces(catalogue: Catalogue, name: str, dim: int) -> int:

@@ -31,7 +31,7 @@ PREFIX = "base_model.model."
 SAY_TRANSPOSED = ("gpt_oss",)
 """Families whose experts module tells PEFT that its inputs come before its outputs."""
 
-PARAMETERS = ("gate_up_proj", "down_proj")
+PARAMETERS: tuple[str, str] = ("gate_up_proj", "down_proj")
 """The parameters of a module of all experts, in the order of registration."""
 
 _NAMES = (
@@ -77,7 +77,7 @@ def read_peft(path: Path) -> StoredAdapter:
         settings={
             "rank": config.rank,
             "alpha": config.alpha,
-            "rslora": config.is_rank_stabilized,
+            "dropout": config.content.get("lora_dropout") or 0.0,
             "target_modules": config.content.get("target_modules"),
             "base_model": config.content.get("base_model_name_or_path"),
         },

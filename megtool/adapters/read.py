@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megtool.adapters.bridge import is_bridge, read_bridge
+from megtool.adapters.modelopt import is_modelopt, read_modelopt
 from megtool.adapters.peft import is_peft, read_peft
 from megtool.adapters.stored_adapter import StoredAdapter
 from megtool.checkpoint.formats import open_checkpoint
@@ -27,9 +28,12 @@ def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> Sto
     catalogue = open_checkpoint(folder, iteration=iteration)
     if is_bridge(catalogue):
         return read_bridge(catalogue)
+    if is_modelopt(catalogue):
+        return read_modelopt(catalogue)
     raise FormatError(
         "the checkpoint has no adapter",
         file=folder,
-        hint="PEFT's has adapter_config.json, Megatron-Bridge's tensors `*.adapter.linear_in.*`",
+        hint="PEFT's has adapter_config.json, Megatron-Bridge's `*.adapter.linear_in.weight`, "
+        "ModelOpt's `*.lora_a_NAME.weight`",
         error_id="not-an-adapter",
     )

@@ -148,6 +148,11 @@ class StoredAdapter:
         """Elements of all matrices."""
         return sum(prod(m.shape) for w in self.weights for m in (w.down, w.up))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(prod(m.shape) * m.dtype.itemsize for w in self.weights for m in (w.down, w.up))
+
     def updates(self, config: ModelConfig, family: Family | None) -> dict[str, WeightUpdate]:
         """What is added to the canonical weights of a base model, by their names.
 

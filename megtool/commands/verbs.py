@@ -256,6 +256,22 @@ VERBS = (
         function_path="megtool.commands.doctor:doctor",
     ),
     Verb(
+        command="adapter inspect",
+        api="inspect_adapter",
+        summary="Show which weights an adapter changes, with rank and scale, from its headers "
+        "alone.",
+        options_path=f"{_OPTIONS}.adapter:InspectAdapterOptions",
+        function_path="megtool.commands.adapter:inspect_adapter",
+    ),
+    Verb(
+        command="adapter convert",
+        api="convert_adapter",
+        summary="Write an adapter in another program's format: the same function of the same base "
+        "model.",
+        options_path=f"{_OPTIONS}.adapter:ConvertAdapterOptions",
+        function_path="megtool.commands.adapter:convert_adapter",
+    ),
+    Verb(
         command="recipe list",
         api="list_recipes",
         summary="List the shipped recipes.",
@@ -313,6 +329,8 @@ BY_API = {verb.api: verb for verb in VERBS}
 BY_COMMAND = {verb.command: verb for verb in VERBS}
 
 GROUPS = {
+    "adapter": "Adapters (LoRA) of PEFT and Megatron-Bridge: inspect them, convert them into one "
+    "another.",
     "recipe": "Read quantization recipes: the shipped ones, and what one would make of a model.",
     "amax": "FP8 scaling in a checkpoint: inspect it, fix it, derive static scales from it.",
 }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import megtool
 from megtool.adapters.read import read_adapter
 from megtool.errors import FormatError, MappingError
 from megtool.reshard.open_source import open_source
@@ -65,6 +66,21 @@ def test_updates_are_those_that_megatron_bridge_computes(saved: Path) -> None:
     ours = decoder_logits(saved / "base", updates, bridge_world.TOKENS)
     assert (plain - wanted).abs().max() > 1
     torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_megatron_bridge_loads_what_became_of_its_adapter(
+    tp: int, bridge: Path, saved: Path, tmp_path: Path
+) -> None:
+    """At any tp: projections of CanonicalLoRA, which it cuts wrongly, are one matrix of LoRA."""
+    adapter, base = saved / "adapter", saved / "base"
+    report = megtool.convert_adapter(adapter, tmp_path / "adapter", to="bridge", base=base)
+    rank = 12 if "Canonical" in read_adapter(adapter).settings["class"] else 4
+    assert list(report.ranks["destination"]) == [rank]
+    assert report.rounded == ()
+    (tmp_path / "base").symlink_to(base)
+    (tmp_path / "logits.pt").symlink_to(saved / "logits.pt")
+    assert "loaded 32 tensors" in run(bridge, "load", tmp_path, tp=tp)
 
 
 def edit_config(folder: Path, section: str, **values: Any) -> None:

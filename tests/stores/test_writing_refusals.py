@@ -74,6 +74,7 @@ WRITING = {
     "quantize --calibrate-only": ("SRC", "DST", "--recipe=fp8", "--data=x"),
     "quantize --save-calibration=DST": ("SRC", "out", "--recipe=fp8", "--data=x"),
     "quantize --report=DST": ("SRC", "out", "--recipe=fp8"),
+    "adapter convert": ("SRC", "DST", "--to=peft", "--base=x"),
     "amax fix": ("SRC", "DST"),
     "amax strip": ("SRC", "DST"),
     "amax derive": ("SRC", "DST"),

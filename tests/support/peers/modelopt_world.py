@@ -3,10 +3,10 @@
     python modelopt_world.py OPTIONS-AS-JSON
 
 `restore` is a folder that ModelOpt restores (`restore_sharded_modelopt_state`) and Megatron loads;
-`quantize` names a configuration of ModelOpt's, and `load` the folder of the model's weights. `save`
-is the folder that ModelOpt and Megatron save to. Rank 0 writes what quantizers have to `dump`, as a
-file of torch: `{module.buffer: tensor}` of this rank, each weight as it is fake-quantized
-(`module.fake`), and what the model computes (`logits`).
+`quantize` names a configuration of ModelOpt's, `lora` is one of its adapters, and `load` the folder
+of the model's weights. `save` is the folder that ModelOpt and Megatron save to. Rank 0 writes what
+quantizers have to `dump`, as a file of torch: `{module.buffer: tensor}` of this rank, each weight
+as it is fake-quantized (`module.fake`), and what the model computes (`logits`).
 """
 
 from __future__ import annotations
@@ -71,8 +71,23 @@ def prepare(model: Any, options: dict[str, Any]) -> None:
         return
     if "load" in options:
         load(model, options["load"])
+    if "lora" in options:
+        add_lora(model, options["lora"])
+        return
     config = getattr(mtq, options["quantize"])
     mtq.quantize(model, config, None if options.get("experts") else run)
+
+
+def add_lora(model: Any, config: dict[str, Any]) -> None:
+    """Adapters of ModelOpt's own, with random matrices."""
+    import modelopt.torch.peft as mtpf
+
+    mtpf.update_model(model, config)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if ".lora_" in name:
+            generator = torch.Generator().manual_seed(number)
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
 def load(model: Any, folder: str) -> None:

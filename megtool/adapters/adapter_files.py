@@ -1,0 +1,116 @@
+"""The files of an adapter, planned before their data, and written into a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megtool.adapters.bridge_writer import BridgeAdapter
+from megtool.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from megtool.adapters.peft_writer import PeftAdapter
+from megtool.checkpoint.formats.safetensors import place_tensors
+from megtool.checkpoint.formats.safetensors_header import encode_header
+from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
+from megtool.checkpoint.stage import CheckpointStage
+from megtool.dtypes import dtype
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFile:
+    """A file: bytes and tensors, each with its offset."""
+
+    name: str
+    num_bytes: int
+    parts: Sequence[tuple[int, bytes | Tensor]]
+
+
+def plan_peft_files(adapter: PeftAdapter) -> list[AdapterFile]:
+    """The two files of PEFT's format."""
+    entries = place_tensors(_global_tensors(adapter.tensors))
+    header = encode_header(entries, {"format": "pt"}, WEIGHTS_FILE)
+    size = len(header) + max((e.end for e in entries), default=0)
+    parts: list[tuple[int, bytes | Tensor]] = [(0, header)]
+    parts += [(len(header) + e.begin, adapter.tensors[e.name]) for e in entries]
+    return [
+        AdapterFile(name=WEIGHTS_FILE, num_bytes=size, parts=parts),
+        _whole(CONFIG_FILE, adapter.config_file),
+    ]
+
+
+def plan_bridge_files(
+    adapter: BridgeAdapter, small_files: Mapping[str, bytes], iteration: int
+) -> list[AdapterFile]:
+    """A save folder with one iteration; `small_files` are those beside its data, run_config.yaml
+    with the adapter's section among them."""
+    tensors = _global_tensors(adapter.tensors)
+    num_dims = widest(tensors)
+    shards = Shards.build(
+        [(row, [0] * len(t.shape), t.shape, 0) for row, t in enumerate(tensors)], num_dims
+    )
+    planned = plan_torch_dist_layout(
+        tensors,
+        shards,
+        num_files=1,
+        common={"checkpoint_version": 3.0, "iteration": iteration},
+        iteration=iteration,
+        small_files=small_files,
+        megatron=True,
+    )
+    catalogue = planned.catalogue
+    parts: list[list[tuple[int, bytes | Tensor]]] = [[] for _ in catalogue.files]
+    for file, offset, data in planned.fragments:
+        parts[file].append((offset, data))
+    located = catalogue.locate(np.arange(len(catalogue.shards)))
+    for row, number in enumerate(catalogue.shards.tensor.tolist()):
+        tensor = adapter.tensors[catalogue.tensors[number].name]
+        parts[int(catalogue.extents.file[row])].append((int(located.offset[row]), tensor))
+    return [
+        *(
+            AdapterFile(name=file.path, num_bytes=file.size, parts=of_file)
+            for file, of_file in zip(catalogue.files, parts, strict=True)
+        ),
+        *(_whole(name, data) for name, data in planned.iter_small_files()),
+    ]
+
+
+def write_files(stage: CheckpointStage, planned: Sequence[AdapterFile]) -> None:
+    """Write all files into an entered stage, which the caller commits.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    stage.require_space(sum(file.num_bytes for file in planned))
+    for file in planned:
+        if len(file.parts) == 1 and isinstance(file.parts[0][1], bytes):
+            stage.write(file.name, file.parts[0][1])
+            continue
+        fd = stage.files.open_write(stage.create(file.name, file.num_bytes, None))
+        try:
+            for offset, data in file.parts:
+                stage.files.pwrite_all(fd, data if isinstance(data, bytes) else _raw(data), offset)
+        finally:
+            stage.files.close(fd)
+
+
+def _whole(name: str, data: bytes) -> AdapterFile:
+    return AdapterFile(name=name, num_bytes=len(data), parts=[(0, data)])
+
+
+def _global_tensors(tensors: Mapping[str, Tensor]) -> list[GlobalTensor]:
+    return [
+        GlobalTensor(
+            name=name,
+            shape=tuple(tensors[name].shape),
+            dtype=dtype(str(tensors[name].dtype).removeprefix("torch.")),
+        )
+        for name in sorted(tensors)
+    ]
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

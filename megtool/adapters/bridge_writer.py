@@ -1,0 +1,141 @@
+"""Updates of a model's weights as an adapter that Megatron-Bridge loads: its `LoRA`.
+
+Every layer has the same modules, rank and scale there. Layers and modules without an update get
+zeros, smaller ranks rows of zeros, and the rest of a scale is in `linear_out`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megtool.adapters.fuse import FusedUpdate, fuse, group_updates
+from megtool.adapters.weight_slices import DialectWeights
+from megtool.checkpoint.transport.weight_update import WeightUpdate
+from megtool.convert.families import Family
+from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeAdapter:
+    """An adapter to write: tensors by name, and the section `peft` of run_config.yaml.
+
+    `rounded` are weights of which elements were rounded, because scales differ.
+    """
+
+    tensors: Mapping[str, Tensor]
+    section: Mapping[str, Any]
+    rounded: tuple[str, ...] = ()
+
+
+def make_bridge_adapter(
+    updates: Mapping[str, WeightUpdate],
+    config: ModelConfig,
+    family: Family | None,
+    *,
+    dropout: float = 0.0,
+) -> BridgeAdapter:
+    """The adapter that adds `updates` to canonical weights.
+
+    Layers are stacked where all of the model are alike, as Megatron saves them.
+
+    Raises:
+        MappingError: a weight is none of a linear layer in Megatron's decoder, or one of an expert.
+    """
+    weights = DialectWeights(config, family, "megatron")
+    for name in updates:
+        _check_place(name, weights)
+    fused = {
+        stored: fuse(parts)
+        for (stored, _), parts in group_updates(updates, weights.slice_of).items()
+    }
+    rank = max(update.rank for update in fused.values())
+    scale = Counter(update.scale for update in fused.values()).most_common(1)[0][0]
+    modules = sorted({_split(stored)[1] for stored in fused})
+    layers: dict[str, dict[int, FusedUpdate]] = {module: {} for module in modules}
+    for stored in weights.stored:
+        if (match := _LAYER.fullmatch(stored)) and match[2] in layers:
+            update = fused.get(stored)
+            if update is None:
+                update = _zeros(weights, stored, rank, scale, next(iter(fused.values())))
+            layers[match[2]][int(match[1])] = update.with_scale(scale).with_rank(rank)
+    tensors: dict[str, Tensor] = {}
+    for module, of_layers in layers.items():
+        for side, part in (("linear_in", "down"), ("linear_out", "up")):
+            matrices = {n: getattr(of_layers[n], part) for n in sorted(of_layers)}
+            name = f"{module}.adapter.{side}.weight"
+            if config.is_homogeneous:
+                tensors[f"decoder.layers.{name}"] = torch.stack([*matrices.values()])
+            else:
+                tensors |= {f"decoder.layers.{n}.{name}": m for n, m in matrices.items()}
+    alpha = scale * rank
+    return BridgeAdapter(
+        tensors=tensors,
+        section={
+            "_target_": "megatron.bridge.peft.lora.LoRA",
+            "target_modules": sorted({f"*.{module}" for module in modules}),
+            "dim": rank,
+            "alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "dropout": dropout,
+            "dropout_position": "pre",
+            "lora_A_init_method": "xavier",
+            "lora_B_init_method": "zero",
+        },
+        rounded=tuple(
+            f"decoder.layers.{n}.{module}"
+            for module, of_layers in layers.items()
+            for n, update in of_layers.items()
+            if not update.is_exact
+        ),
+    )
+
+
+def _check_place(name: str, weights: DialectWeights) -> None:
+    """Refuse a weight that Megatron-Bridge has no adapter for.
+
+    Raises:
+        MappingError: it has none.
+    """
+    stored = weights.slice_of(name).stored
+    if ".experts." in name:
+        reason = "adapters of experts are written in PEFT's format only"
+    elif _LAYER.fullmatch(stored) is None:
+        reason = "Megatron-Bridge has adapters in layers only"
+    elif not stored.rpartition(".weight")[0].rpartition(".")[2].startswith("linear_"):
+        reason = "Megatron-Bridge stores the rows of its parts in another way"
+    else:
+        return
+    raise MappingError(
+        f"the adapter changes {name!r}: {reason}",
+        tensor=name,
+        hint="megtool reshard --adapter merges it",
+        error_id="unsupported-adapter",
+    )
+
+
+def _split(stored: str) -> tuple[int, str]:
+    match = _LAYER.fullmatch(stored)
+    if match is None:
+        raise MappingError(f"{stored} is no weight of a layer", tensor=stored)
+    return int(match[1]), match[2]
+
+
+def _zeros(
+    weights: DialectWeights, stored: str, rank: int, scale: float, like: FusedUpdate
+) -> FusedUpdate:
+    """The update of a weight that the adapter does not change."""
+    part = weights.slices(stored)[0]
+    return FusedUpdate(
+        down=like.down.new_zeros(rank, part.num_columns),
+        up=like.up.new_zeros(part.num_rows, rank),
+        scale=scale,
+    )

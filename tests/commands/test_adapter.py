@@ -1,0 +1,187 @@
+"""`megtool adapter`: what an adapter changes, and its way through other formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+import megtool
+from megtool.adapters.read import read_adapter
+from megtool.cli.app import main
+from megtool.errors import DestinationError, FormatError, MappingError, UnknownFamilyError
+from megtool.reshard.open_source import open_source
+from tests.support.models import moe_models
+from tests.support.models.adapted_models import (
+    add_updates,
+    load_model,
+    logits,
+    read_canonical,
+    save_adapter,
+)
+from tests.support.models.tiny_model import tiny_model
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(base, folder, target_modules=ALL)
+    return folder
+
+
+def merged(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    source = open_source(base)
+    assert source.model is not None
+    updates = read_adapter(folder).updates(source.config, source.model.family)
+    return add_updates(read_canonical(base), updates)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "all": {"target_modules": ALL},
+    "rslora": {"target_modules": ALL, "use_rslora": True},
+    "queries": {"target_modules": ["q_proj", "up_proj"]},
+    "one layer": {"target_modules": ALL, "layers_to_transform": [1]},
+    "ranks": {"target_modules": ALL, "rank_pattern": {"k_proj": 2, "down_proj": 8}},
+    "scales": {"target_modules": ALL, "alpha_pattern": {"k_proj": 3, "down_proj": 24}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_goes_to_megatron_bridge_and_back(case: str, base: Path, tmp_path: Path) -> None:
+    """By the names of Megatron's fused layers; the base may be in any format on the way."""
+    model = save_adapter(base, tmp_path / "0", **CASES[case])
+    there = megtool.convert_adapter(tmp_path / "0", tmp_path / "1", to="bridge", base=base)
+    assert there.rounded == ()
+    assert read_adapter(tmp_path / "1").form == "bridge"
+    megtool.reshard(base, tmp_path / "megatron", to="torch_dist", tp=2, fsync=False)
+    back = megtool.convert_adapter(
+        tmp_path / "1", tmp_path / "2", to="peft", base=tmp_path / "megatron"
+    )
+    assert back.rounded == ()
+    wanted = merged(base, tmp_path / "0")
+    for folder in ("1", "2"):
+        ours = merged(base, tmp_path / folder)
+        assert ours.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(ours[name], tensor, atol=1e-12, rtol=1e-12)
+    again = peft.PeftModel.from_pretrained(load_model(base), tmp_path / "2").eval()
+    torch.testing.assert_close(logits(again), logits(model), atol=1e-6, rtol=1e-5)
+
+
+def test_scales_that_differ_by_no_power_of_two_are_reported(base: Path, tmp_path: Path) -> None:
+    save_adapter(base, tmp_path / "0", target_modules=ALL, alpha_pattern={"k_proj": 5})
+    report = megtool.convert_adapter(tmp_path / "0", tmp_path / "1", to="bridge", base=base)
+    assert report.rounded == tuple(
+        f"decoder.layers.{n}.self_attention.linear_qkv" for n in range(2)
+    )
+    wanted, ours = merged(base, tmp_path / "0"), merged(base, tmp_path / "1")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-7, rtol=1e-6)
+
+
+def test_inspect_shows_weights_ranks_and_scales(
+    adapter: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["adapter", "inspect", str(adapter), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["form"], report["num_weights"]) == ("peft", 14)
+    assert report["settings"]["rank"] == 4
+    q = next(w for w in report["weights"] if "q_proj" in w["name"])
+    assert q | {"name": ""} == {
+        "name": "",
+        "count": 2,
+        "rank": 4,
+        "scale": 1.5,
+        "shape": [32, 32],
+        "num_experts": None,
+        "dtype": "float32",
+    }
+    assert main(["adapter", "inspect", str(adapter), "--modules"]) == 0
+    out = capsys.readouterr().out
+    assert "PEFT" in out
+    assert "model.layers.1.mlp.down_proj.weight" in out
+    megtool.convert_adapter(adapter, tmp_path / "bridge", to="bridge", base=base)
+    assert main(["adapter", "inspect", str(tmp_path / "bridge")]) == 0
+    assert "linear_qkv" in capsys.readouterr().out
+
+
+def test_a_dry_run_writes_nothing(
+    adapter: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["adapter", "convert", str(adapter), str(tmp_path / "out"), "--base", str(base)]
+    for to in ("peft", "bridge"):
+        assert main([*words, "--to", to, "--dry-run", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["is_dry"] is True
+        assert report["num_tensors"] > 0
+        assert [*tmp_path.iterdir()] == []
+
+
+def test_a_destination_is_replaced_only_if_that_is_asked_for(
+    adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    megtool.convert_adapter(adapter, out, to="peft", base=base, fsync=False)
+    with pytest.raises(DestinationError) as e:
+        megtool.convert_adapter(adapter, out, to="bridge", base=base)
+    assert e.value.id == "destination-exists"
+    megtool.convert_adapter(adapter, out, to="bridge", base=base, overwrite=True)
+    assert read_adapter(out).form == "bridge"
+    with pytest.raises(DestinationError):
+        megtool.convert_adapter(adapter, adapter, to="bridge", base=base, overwrite=True)
+
+
+def test_what_cannot_be_converted_is_refused(adapter: Path, base: Path, tmp_path: Path) -> None:
+    megtool.convert_adapter(adapter, tmp_path / "bridge", to="bridge", base=base)
+    tiny_model("llama", tmp_path / "other", num_hidden_layers=1)
+    with pytest.raises(MappingError) as e:
+        megtool.convert_adapter(adapter, tmp_path / "x", to="peft", base=tmp_path / "other")
+    assert e.value.id == "foreign-adapter"
+    with pytest.raises(FormatError) as f:
+        megtool.convert_adapter(base, tmp_path / "x", to="peft", base=base)
+    assert f.value.id == "not-an-adapter"
+    save_adapter(base, tmp_path / "head", target_modules=["lm_head"])
+    with pytest.raises(MappingError) as e:
+        megtool.convert_adapter(tmp_path / "head", tmp_path / "x", to="bridge", base=base)
+    assert e.value.id == "unsupported-adapter"
+    family, _, keys = moe_models.CASES["mixtral"]
+    moe = tmp_path / "moe"
+    tiny_model(family, moe, sizes=moe_models.SIZES, **keys)
+    save_adapter(
+        moe,
+        tmp_path / "experts",
+        target_modules=["o_proj"],
+        target_parameters=["mlp.experts.down_proj"],
+    )
+    with pytest.raises(MappingError) as e:
+        megtool.convert_adapter(tmp_path / "experts", tmp_path / "x", to="bridge", base=moe)
+    assert e.value.id == "unsupported-adapter"
+    assert not (tmp_path / "x").exists()
+
+
+def test_names_of_peft_need_a_family(adapter: Path, base: Path, tmp_path: Path) -> None:
+    megtool.convert_adapter(adapter, tmp_path / "bridge", to="bridge", base=base)
+    plain = tmp_path / "plain"
+    megtool.reshard(base, plain, to="torch_dist", fsync=False)
+    for path in (plain / "release/hf").iterdir():
+        path.unlink()
+    (plain / "release/hf").rmdir()
+    with pytest.raises(UnknownFamilyError):
+        megtool.convert_adapter(tmp_path / "bridge", tmp_path / "x", to="peft", base=plain)
+    megtool.convert_adapter(
+        tmp_path / "bridge", tmp_path / "x", to="peft", base=plain, family="llama"
+    )
+    assert read_adapter(tmp_path / "x").form == "peft"
