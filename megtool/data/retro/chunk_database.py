@@ -71,6 +71,13 @@ def read_infos(project: Path) -> tuple[ChunkedDataset, ...]:
             f"not the data sets of a chunk database: {e}", file=file, hint="build db/ again"
         ) from e
     for info in infos:
+        counts = [value for name, value in asdict(info).items() if name.startswith("n_")]
+        if not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise FormatError(
+                f"counts of data set {info.prefix!r} are {counts}",
+                file=file,
+                hint="build db/ again",
+            )
         if not isinstance(info.prefix, str) or not is_inside(info.prefix):
             raise FormatError(
                 f"data set {info.prefix!r} is outside the project",

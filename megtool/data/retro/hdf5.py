@@ -13,6 +13,9 @@ from megtool.errors import FormatError, MissingPackageError, StorageError
 
 Int = NDArray[np.integer[Any]]
 
+_HDF5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+"""What h5py raises on damaged files, by the part that is damaged."""
+
 _DAMAGED = "it is damaged, or its run was interrupted: remove the file and build it again"
 _FOREIGN = "the file is not one of Retro's, or is one of another stage: build it again"
 
@@ -44,6 +47,8 @@ class Hdf5Table:
         """Open array `name` of a file; with `num_columns`, rows have to be so long."""
         h5py = load_h5py()
         self.file, self.name = file, name
+        array: Any
+        dtype: Any
         if not file.is_file():
             raise FormatError(
                 "there is no such file",
@@ -55,25 +60,22 @@ class Hdf5Table:
             self._file = h5py.File(file, "r")
             link = self._file.get(name, getlink=True)
             array = self._file[name] if isinstance(link, h5py.HardLink) else None
-        except (OSError, KeyError) as e:
+            is_own = isinstance(array, h5py.Dataset) and not (array.is_virtual or array.external)
+            dtype, shape = (array.dtype, array.shape) if is_own else (None, None)
+        except _HDF5_ERRORS as e:
             raise FormatError(
                 f"not a whole HDF5 file: {e}",
                 file=file,
                 hint=_DAMAGED,
                 error_id="truncated-file" if "truncated" in str(e) else None,
             ) from e
-        if not isinstance(array, h5py.Dataset) or array.is_virtual or array.external:
-            raise FormatError(
-                f"there is no array {name!r} in it; there are {sorted(self._file)[:8]}",
-                file=file,
-                hint=_FOREIGN,
-            )
+        if not is_own:
+            raise FormatError(f"there is no array {name!r} in it", file=file, hint=_FOREIGN)
         # Megatron writes a table without rows as an array of one dimension.
-        shape = array.shape if array.shape != (0,) else (0, num_columns or 0)
-        if len(shape) != 2 or array.dtype.kind not in "iu":
+        shape = (0, num_columns or 0) if shape == (0,) else shape
+        if shape is None or len(shape) != 2 or dtype.kind not in "iu":
             raise FormatError(
-                f"array {name!r} is {array.dtype} of shape {list(array.shape)}, not a table of "
-                "integers",
+                f"array {name!r} is {dtype} of shape {shape}, not a table of integers",
                 file=file,
                 hint=_FOREIGN,
             )
@@ -97,7 +99,7 @@ class Hdf5Table:
         """
         try:
             rows: Int = self._array[numbers] if len(self) else np.empty((0, self.shape[1]), int)
-        except OSError as e:
+        except _HDF5_ERRORS as e:
             raise FormatError(
                 f"array {self.name!r} cannot be read: {e}", file=self.file, hint=_DAMAGED
             ) from e
@@ -107,7 +109,7 @@ class Hdf5Table:
         """The first number of another array, None if there is none."""
         try:
             return int(self._file[name][0])
-        except (OSError, KeyError, ValueError, TypeError, IndexError):
+        except (*_HDF5_ERRORS, IndexError):
             return None
 
 

@@ -168,6 +168,12 @@ def drop_document(project: Path) -> None:
         writer.end_document()
 
 
+def rename_count(file: Path) -> None:
+    infos = json.loads(file.read_text())
+    infos[0]["n_chunks_train"] = "many"
+    file.write_text(json.dumps(infos))
+
+
 TRAIN, BLOCKS = "db/merged/train.hdf5", "query/train"
 DAMAGES = {
     "no config": (lambda p: (p / "config.json").unlink(), ".", "source-not-found"),
@@ -188,6 +194,11 @@ DAMAGES = {
         lambda p: (p / "db/indexed_dataset_infos.json").unlink(),
         "db/indexed_dataset_infos.json",
         "source-not-found",
+    ),
+    "counts that are none": (
+        lambda p: rename_count(p / "db/indexed_dataset_infos.json"),
+        "db/indexed_dataset_infos.json",
+        "format",
     ),
     "truncated database": (cut(TRAIN), TRAIN, "truncated-file"),
     "empty file": (lambda p: (p / TRAIN).write_bytes(b""), TRAIN, "format"),
@@ -258,6 +269,19 @@ def test_a_damaged_project_is_refused(project: Path, name: str) -> None:
     assert Path(str(caught.value.file)) == project / file
     assert error_id in (None, caught.value.id)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("file", [TRAIN, f"{BLOCKS}/000-024.hdf5"])
+def test_damaged_headers_are_refused_or_without_effect(project: Path, file: str) -> None:
+    path, errors = project / file, set()
+    sound = path.read_bytes()
+    for position in range(0, min(len(sound), 2048), 7):
+        path.write_bytes(sound[:position] + b"\xff" + sound[position + 1 :])
+        try:
+            read_all(project)
+        except MegtoolError as e:
+            errors.add(type(e))
+    assert errors == {FormatError}
 
 
 def test_numbers_outside_the_database(project: Path) -> None:
