@@ -1,21 +1,23 @@
 """The same job done by megtool and by what its users have today, in turn: time and memory.
 
-python examples/benchmarks/peers_speed.py [--gib 4] [--dir DIR] [--rounds 5]
+python examples/benchmarks/peers_speed.py [--gib 4] [--dir DIR] [--rounds 5] [--peer NAME]...
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 from pathlib import Path
 
 from bench.race import Entrant, Result, race, run_job
-from bench.synthetic import llama
+from bench.synthetic import Synthetic, llama, shapes
 from bench.table import Table, mib, parser, show, times, workplace
 
 LEAST_SPEEDUP, MOST_MEMORY = 3.0, 0.1
 RANKS = 4
+LORA_RANK = 16
 
 
 def duel(table: Table, peer: Result, ours: Result) -> None:
@@ -83,20 +85,63 @@ def against_transformers(table: Table, root: Path, given: argparse.Namespace) ->
     shutil.rmtree(made.folder)
 
 
+def against_peft(table: Table, root: Path, given: argparse.Namespace) -> None:
+    """An adapter of all linear modules is merged into a folder, which is written again."""
+    made = llama(root / "hf", given.gib, finite=True)
+    adapter = {"adapter": str(write_adapter(made, root / "adapter"))}
+    ideal = 2 * made.num_bytes
+    name = f"PEFT merge_and_unload + save_pretrained, rank {LORA_RANK}: HF → HF"
+    entrants = [Entrant(name=name, kind="peft", options=adapter, ideal_bytes=ideal)]
+    for threads in (1, 2):
+        options = {**adapter, "to": "hf", "threads": threads, "fsync": False}
+        entrants.append(Entrant(name="megtool", options=options, ideal_bytes=ideal))
+    peer, *ours = race(entrants, made.folder, root / "scratch", rounds=given.rounds, fsync=False)
+    for result in ours:
+        duel(table, peer, result)
+    shutil.rmtree(made.folder)
+
+
+def write_adapter(made: Synthetic, folder: Path) -> Path:
+    """An adapter in PEFT's format, of random numbers, for the linear modules of layers."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    torch.manual_seed(0)
+    tensors, modules = {}, set()
+    for name, shape in shapes(made.shape, made.num_layers):
+        if name.endswith("_proj.weight"):
+            module = name.removesuffix(".weight")
+            modules.add(module.rpartition(".")[2])
+            stored = f"base_model.model.{module}.lora_"
+            tensors[f"{stored}A.weight"] = torch.randn(LORA_RANK, shape[1]) * 0.01
+            tensors[f"{stored}B.weight"] = torch.randn(shape[0], LORA_RANK) * 0.01
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
+    settings |= {"target_modules": sorted(modules), "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+PEERS = {"dcp": against_dcp, "transformers": against_transformers, "peft": against_peft}
+
+
 def main() -> None:
     """Measure and print."""
-    given = parser(__doc__ or "").parse_args()
+    options = parser(__doc__ or "")
+    options.add_argument("--peer", action="append", choices=list(PEERS), help="repeatable")
+    given = options.parse_args()
     head = ("peer", "our threads", "fsync", "peer s", "our s", "x faster (min/min, limit 3)")
     head = (*head, "(median)", "whole process", "peer MiB", "our MiB", "our share (limit 0.1)")
     table = Table(title="Against peers", head=head)
     with workplace(given) as folder:
         root = Path(folder)
-        against_dcp(table, root, given)
-        against_transformers(table, root, given)
+        for name in given.peer or PEERS:
+            PEERS[name](table, root, given)
         note = (
             "Each job in a fresh process, in turn; `s` counts from the open checkpoint's path to "
-            "the written one, without imports of the peer; MiB is the peak of anonymous memory of "
-            "the whole process."
+            "the written one, without imports of the peer (and for merges, which take torch, of "
+            "ours); MiB is the peak of anonymous memory of the whole process."
         )
         show(given, root, [table], note)
 

@@ -14,6 +14,7 @@ import pytest
 import megtool
 from megtool.reports import Report
 from tests.support.attack import specimens
+from tests.support.models.adapted_models import save_adapter
 from tests.support.shared_folder import shared_folder
 from tests.support.stores.read_counts import CountingStore
 
@@ -74,6 +75,9 @@ VERBS: dict[str, Verb] = {
     "reshard the mean": lambda at, out: megtool.reshard(
         f"{at}/hf", out / "hf", to="hf", average=[f"{at}/source"], fsync=False
     ),
+    "reshard with an adapter": lambda at, out: megtool.reshard(
+        f"{at}/torch_dist", out / "hf", to="hf", adapter=f"{at}/adapter", fsync=False
+    ),
     "verify quantized": lambda at, out: megtool.verify(f"{at}/nvfp4", f"{at}/source"),
     "finetune": lambda at, out: megtool.finetune(
         f"{at}/source", out / "run", data=[f"{at}/text.jsonl"], teacher=f"{at}/hf", **TRAIN
@@ -106,6 +110,7 @@ def add_data(root: Path) -> None:
 
     recipe = Path(megtool.__file__).parent.parent / "quant_recipes" / "fp8_per_channel.yaml"
     shutil.copy(recipe, root / "recipe.yaml")
+    save_adapter(root / "source", root / "adapter", target_modules=["q_proj", "up_proj"])
     (root / "prompts.txt").write_text("the model\nreads a text\n")
     megtool.tokenize(root / "text.jsonl", root / "tokens", tokenizer=root / "source")
     megtool.quantize(

@@ -17,8 +17,13 @@ from phases import Options, Phases
 
 
 def reshard(options: Options, phase: Phases) -> Options:
-    """Run `megtool.reshard` with the options given."""
+    """Run `megtool.reshard` with the options given; what peers import too is imported before."""
     from megtool import reshard
+
+    if "adapter" in options:
+        import torch  # noqa: F401
+
+        import megtool.adapters.read  # noqa: F401
 
     with phase("job"):
         report = reshard(**options)
@@ -95,6 +100,21 @@ def transformers(options: Options, phase: Phases) -> Options:
     with phase("job"):
         model = AutoModelForCausalLM.from_pretrained(options["source"], dtype="auto")
         model.save_pretrained(options["destination"], max_shard_size=options["max_shard_size"])
+    return {}
+
+
+def peft(options: Options, phase: Phases) -> Options:
+    """Load a folder, merge an adapter into it with PEFT, and write it with `save_pretrained`."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with phase("job"):
+        model = AutoModelForCausalLM.from_pretrained(options["source"], dtype="auto")
+        merged = PeftModel.from_pretrained(model, options["adapter"]).merge_and_unload()
+        merged.save_pretrained(options["destination"])
     return {}
 
 
@@ -184,6 +204,7 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "export": export,
     "dcp": dcp,
     "transformers": transformers,
+    "peft": peft,
     "forward": models.forward,
     "peer_forward": models.peer_forward,
     "calibrate": models.calibrate,

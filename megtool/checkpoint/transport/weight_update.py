@@ -160,8 +160,8 @@ class UpdateAdder:
     def num_bytes(update: WeightUpdate, cache_bytes: int = UPDATE_CACHE_BYTES) -> int:
         """Memory of an adder: products, and the integers of cells."""
         out, width = update.shape
-        whole = (out + width) * (update.rank * 16 + 8)
-        largest = COLUMNS * (min(update.rank, RANKS) * 16 + 8)
+        whole = (out + width) * update.rank * 16
+        largest = COLUMNS * min(update.rank, RANKS) * 16
         return 2 * 8 * ROWS * COLUMNS + min(whole, cache_bytes + 2 * largest)
 
     def add(self, values: Array, first: int) -> None:
@@ -200,10 +200,8 @@ class UpdateAdder:
             j = slice(columns.start % COLUMNS, columns.start % COLUMNS + shape[1])
             _multiply(up.high[i], down.high[j], high)
             _multiply(up.pair[i], down.pair[j], low)
-            np.multiply(low, 2.0**-BITS, out=low)
             np.add(high, low, out=high)
-            np.multiply(high, up.power[i, None], out=high)
-            np.multiply(high, down.power[j] * self._update.scale, out=high)
+            np.multiply(high, self._update.scale, out=high)
             if total is None and block + RANKS >= self._update.rank:
                 return high
             total = high.copy() if total is None else total + high
@@ -222,36 +220,33 @@ class UpdateAdder:
                 if kind == "up"
                 else np.ascontiguousarray(_as_float64(update.down[ranks, lines]).T)
             )
-            if sum(c.num_bytes for c in self._cells.values()) > self._cache_bytes:
+            if sum(c.pair.nbytes for c in self._cells.values()) > self._cache_bytes:
                 self._cells.clear()
             self._cells[key] = _Integers(part, is_turned=kind == "down")
         return self._cells[key]
 
 
 class _Integers:
-    """Rows of a factor, float64 `[n, rank]`, as `power[:, None] * (high + low / 2^BITS)`.
+    """Rows of a factor, float64 `[n, rank]`, as `high + low`: integers times a power of two each.
 
-    `pair` has high and low side by side, with `is_turned` low and high: so one product of two pairs
-    sums high x low and low x high.
+    The power of `low` is `2^BITS` below that of `high`, the same for a whole row. `pair` has both
+    side by side, with `is_turned` low and high: so one product of two pairs sums high x low and
+    low x high.
     """
 
     def __init__(self, values: NDArray[np.float64], *, is_turned: bool) -> None:
         lines, ranks = values.shape
         _, exponent = np.frexp(np.abs(values).max(axis=1, initial=0.0))
-        self.power = np.ldexp(1.0, exponent - BITS)
+        power = (BITS - exponent)[:, None]
         self.pair = np.empty((lines, 2 * ranks))
         first, second = self.pair[:, :ranks], self.pair[:, ranks:]
         self.high, low = (second, first) if is_turned else (first, second)
-        np.ldexp(values, (BITS - exponent)[:, None], out=low)
+        np.ldexp(values, power, out=low)
         np.rint(low, out=self.high)
         np.subtract(low, self.high, out=low)
-        np.multiply(low, 2.0**BITS, out=low)
-        np.rint(low, out=low)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory."""
-        return int(self.power.nbytes + self.pair.nbytes)
+        np.rint(np.ldexp(low, BITS), out=low)
+        np.ldexp(low, -BITS - power, out=low)
+        np.ldexp(self.high, -power, out=self.high)
 
 
 def _multiply(a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64]) -> None:

@@ -106,7 +106,7 @@ def test_memory_is_bounded_for_wide_weights() -> None:
     update = make_update((8, 50_000), 8)
     adder = UpdateAdder(update, cache_bytes=1 << 20)
     adder.add(np.zeros(400_000, np.float32), 0)
-    cached = sum(c.num_bytes for c in adder._cells.values())
+    cached = sum(c.pair.nbytes for c in adder._cells.values())
     assert cached <= UpdateAdder.num_bytes(update, 1 << 20) < 2 << 20
 
 
