@@ -84,7 +84,7 @@ def make_bridge_adapter(
             "_target_": "megatron.bridge.peft.lora.LoRA",
             "target_modules": sorted({f"*.{module}" for module in modules}),
             "dim": rank,
-            "alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "alpha": round(alpha) if round(alpha) / rank == scale else alpha,
             "dropout": dropout,
             "dropout_position": "pre",
             "lora_A_init_method": "xavier",

@@ -288,9 +288,9 @@ def _config(
 
 
 def _alpha(scale: float, rank: int) -> float:
-    """The alpha of which PEFT computes a scale."""
+    """The alpha of which PEFT computes a scale, a whole number where one is."""
     alpha = scale * rank
-    return int(alpha) if alpha == int(alpha) else alpha
+    return round(alpha) if round(alpha) / rank == scale else alpha
 
 
 def name_in_layer(module: str) -> str:

@@ -74,7 +74,7 @@ class InspectAdapterReport(Report):
 
     def title(self) -> str:
         """The adapter and its format."""
-        return f"{self.path}: an adapter of {_PROGRAMS[self.form]}"
+        return f"{self.path} ({_PROGRAMS[self.form]})"
 
     def rows(self) -> Iterator[Row]:
         """Sizes and settings."""
@@ -129,11 +129,9 @@ class ConvertAdapterReport(Report):
 
     def title(self) -> str:
         """Both formats."""
-        done = "would become" if self.is_dry else "became"
-        return (
-            f"{self.source} of {_PROGRAMS[self.form]} {done} {self.destination} of "
-            + (_PROGRAMS[self.to])
-        )
+        plan = " (dry run)" if self.is_dry else ""
+        source, target = _PROGRAMS[self.form], _PROGRAMS[self.to]
+        return f"{self.source} ({source}) -> {self.destination} ({target}){plan}"
 
     def rows(self) -> Iterator[Row]:
         """Sizes, ranks, and what was rounded."""

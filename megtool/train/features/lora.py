@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megtool.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote, location
@@ -47,7 +48,7 @@ from megtool.train.checkpointing.staged_iteration import STAGING
 from megtool.train.config import TrainConfig
 from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
 from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
-from megtool.train.features.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftFormat
+from megtool.train.features.peft_format import PeftFormat
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 
 if TYPE_CHECKING:
@@ -195,12 +196,15 @@ class LoraFeature(TrainingFeature):
         """The adapter in PEFT's format, its tensors in the file `spool`."""
         linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
         form = PeftFormat(self.config, self._family, sorted(linears))
-        tensors = form.tensors(weights)
+        adapter = form.convert(weights, self.settings, self.base)
+        tensors = adapter.tensors
         names = sorted(tensors)
         specs = [(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in names]
         write_safetensors(files, spool, specs, (tensors[n] for n in names), {"format": "pt"})
-        config = form.config(self.settings, self.base)
-        return {f"{FOLDER}/{WEIGHTS_FILE}": spool, f"{FOLDER}/{CONFIG_FILE}": config}
+        return {
+            f"{FOLDER}/{WEIGHTS_FILE}": spool,
+            f"{FOLDER}/{CONFIG_FILE}": adapter.config_file,
+        }
 
     def _iterate_matrices(
         self, gathering: AdapterGather, weights: dict[str, Tensor]
