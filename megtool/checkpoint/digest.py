@@ -179,7 +179,8 @@ class Sidecar:
     raw bytes of further tensors, by stored name: computed ones, and those of formats that are not
     read back by canonical names. `files` are by path relative to the folder of the sidecar, which
     is not among them: it has a digest of itself. `pruning` is the record of what was left out of a
-    larger model (see `reshard.width_subset`), as plain data.
+    larger model (see `reshard.width_subset`), and `rotation` of what its weights are multiplied by
+    (see `quant.rotation`), as plain data.
     """
 
     names: Literal["canonical", "stored"]
@@ -189,6 +190,7 @@ class Sidecar:
     stored_tensors: Mapping[str, StoredDigest] = field(default_factory=dict)
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     pruning: Mapping[str, Any] | None = None
+    rotation: Mapping[str, Any] | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -224,8 +226,9 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
             for name, entry in entries.items()
         )
         text += f',\n"{key}": {{\n{lines}\n}}'
-    if sidecar.pruning is not None:
-        text += f',\n"pruning": {json.dumps(sidecar.pruning, separators=(",", ":"))}'
+    for key, record in (("pruning", sidecar.pruning), ("rotation", sidecar.rotation)):
+        if record is not None:
+            text += f',\n"{key}": {json.dumps(record, separators=(",", ":"))}'
     data = text.encode()
     return data + b',\n"crc32c": "%08x"}\n' % crc32c(data)
 
@@ -305,13 +308,15 @@ def _sidecar(value: Any) -> Sidecar:
         raise FormatError(
             f"the digests are damaged: family {family!r}, {kinds}", error_id="damaged-digests"
         )
-    pruning = value.get("pruning")
-    if pruning is not None and not isinstance(pruning, dict):
-        raise FormatError(
-            f"the digests are damaged: pruning is {pruning!r:.80}", error_id="damaged-digests"
-        )
+    records = {key: value.get(key) for key in ("pruning", "rotation")}
+    for key, record in records.items():
+        if record is not None and not isinstance(record, dict):
+            raise FormatError(
+                f"the digests are damaged: {key} is {record!r:.80}", error_id="damaged-digests"
+            )
     return Sidecar(
-        pruning=pruning,
+        pruning=records["pruning"],
+        rotation=records["rotation"],
         names=cast(Literal["canonical", "stored"], names),
         family=family,
         tool=tool,

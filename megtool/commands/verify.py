@@ -41,6 +41,7 @@ from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.errors import CheckpointError, MappingError
 from megtool.options.effects import check_effects
+from megtool.quant.rotation.rotate import as_rotated
 from megtool.reshard.align import open_aligned, open_for_digests
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.width_subset import as_pruned
@@ -59,7 +60,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     Of one, it is also checked that it is complete. Two may have any formats and layouts; the
     digests of both are checked. Elements are compared bit by bit, and dtypes have to agree; with
     `atol` or `rtol` they are compared as numbers of any dtype: `|a - b| <= atol + rtol * |b|`.
-    If one was pruned from the other, that one's parts that its record lists are compared.
+    If one was pruned from the other, that one's parts that its record lists are compared; if one is
+    rotated, the other is compared as if it were.
     Padding is left out, and so is optimizer state that the other format has no place for.
     `iteration` applies to whichever of the two is a save folder. Memory is bounded by a few
     buffers per thread.
@@ -92,6 +94,8 @@ def _verify(options: VerifyOptions, progress: Progress, scan: SharedScan | None)
     findings = _Findings()
     if b is not None:
         *sources, text = as_pruned(sources[0], sources[1])
+        findings.notes += [] if text is None else [text]
+        *sources, text = as_rotated(sources[0], sources[1])
         findings.notes += [] if text is None else [text]
     quantized: QuantizedPair | None = None
     digests = [DigestIndex(o) for o in sources]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megtool import __version__
 from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.checkpoint.digest import SIDECAR
+from megtool.checkpoint.digest import SIDECAR, read_sidecar
 from megtool.checkpoint.formats.quantization_config import QUANT_FILE, quantization_config
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
@@ -26,7 +26,7 @@ from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, silent
 from megtool.errors import MappingError, UnknownTensorsError, listed
-from megtool.export.folders.tensor_specs import FolderForm, ModuleTensors
+from megtool.export.folders.tensor_specs import FolderForm, ModuleTensors, transforms_of
 from megtool.export.folders.write_compressed import CompressedForm, PassthroughForm
 from megtool.export.folders.write_fp8_blocks import Fp8BlocksForm
 from megtool.export.folders.write_modelopt import ModelOptForm
@@ -119,8 +119,23 @@ def export_folder(
         notes=tuple(notes),
         warnings=tuple(folder.catalogue.warnings),
     )
-    export = PlannedExport(plan=plan, report=report, sources=[folder.catalogue.root], start=start)
+    export = PlannedExport(
+        plan=plan,
+        report=report,
+        sources=[folder.catalogue.root],
+        start=start,
+        rotation=_read_rotation(folder),
+    )
     return export.write(destination, execution, system, progress)
+
+
+def _read_rotation(folder: QuantizedModules) -> Mapping[str, Any] | None:
+    """The record of the rotation that is in the weights, if there is one."""
+    root = folder.catalogue.root
+    if not transforms_of(folder) or not root.is_dir():
+        return None
+    sidecar = read_sidecar(root / SIDECAR)
+    return sidecar.rotation if sidecar else None
 
 
 def _check_algos(folder: QuantizedModules, engine: EngineVersion) -> None:

@@ -6,8 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megtool.checkpoint.digest import SIDECAR, DigestMode
+from megtool.checkpoint.copy import CopyReport
+from megtool.checkpoint.digest import SIDECAR, TOOL, DigestMode, Sidecar
 from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
@@ -15,7 +17,7 @@ from megtool.console import Progress
 from megtool.export.report import ExportReport
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.staged_write import write_staged, written_files
-from megtool.reshard.written_digests import count_digested
+from megtool.reshard.written_digests import count_digested, write_digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,8 @@ class PlannedExport:
     `sources` are the folders and files that are read, which the destination must not replace.
     `expected` are CRC-32C of source tensors by canonical name, compared as they are read. With
     `overflow_hint`, numbers too large for float16 are refused. `is_file`: the destination is one
-    file. `start` is when the export began (`time.monotonic`).
+    file. `start` is when the export began (`time.monotonic`). `rotation` is the record of it that
+    the source has (see `Sidecar`).
     """
 
     plan: ReshardPlan
@@ -35,6 +38,7 @@ class PlannedExport:
     overflow_hint: str = ""
     is_file: bool = False
     start: float
+    rotation: Mapping[str, Any] | None = None
 
     def write(
         self, destination: Path, execution: ExecutionOptions, files: Files, progress: Progress
@@ -64,6 +68,18 @@ class PlannedExport:
         if execution.dry_run:
             stage.check()
             return report
+
+        def finish(copied: CopyReport) -> None:
+            record = None if execution.digest is DigestMode.NONE else self.rotation
+            write_digests(
+                self.plan,
+                stage,
+                copied,
+                execution.digest,
+                tensors=Sidecar(names="stored", tool=TOOL, tensors={}, rotation=record),
+                threads=execution.threads,
+            )
+
         copied = write_staged(
             self.plan,
             stage,
@@ -71,6 +87,7 @@ class PlannedExport:
             verb="export",
             progress=progress,
             expected=self.expected,
+            finish=finish,
             overflow_hint=self.overflow_hint,
         )
         return replace(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from megtool.checkpoint.formats.quantization_config import online_transforms
 from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding
@@ -141,6 +142,15 @@ def _check_targets(context: LintContext, engine: EngineTarget) -> Iterator[Findi
             if not any(means(str(target), n) for n in names):
                 text = f"target {target!r} matches no module"
                 yield Finding(module=f"{CONFIG_FILE}: {name}", message=text)
+
+
+def _check_transforms(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """Rotations are in the weights, or at locations where the engine computes them."""
+    rows = rows_for(engine, load_engines().transforms)
+    computed = {place for row in rows if row.form == context.form for place in row.locations}
+    for text in online_transforms(context.declared):
+        if text.rpartition(": ")[2] not in computed:
+            yield Finding(module=CONFIG_FILE, message=f"transform_config has {text}")
 
 
 def _check_packed(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
@@ -312,6 +322,7 @@ def _check_expert_dtype(context: LintContext, engine: EngineTarget) -> Iterator[
 
 CHECKS: Mapping[str, Check] = {
     "scheme": _check_scheme,
+    "transforms": _check_transforms,
     "targets": _check_targets,
     "packed": _check_packed,
     "parts": _check_parts,

@@ -91,6 +91,17 @@ class CompressedScheme:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineTransforms:
+    """The locations of `transform_config` at which an engine computes rotations."""
+
+    engine: str
+    since: str
+    form: str
+    locations: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludeList:
     """How an engine, from a version on, matches its list of modules that are not quantized; without
     `algos` for all of them. `decoded` are modules (the last part of a name) that it excludes, and
@@ -157,6 +168,7 @@ class EngineTable:
     required_keys: tuple[RequiredKeys, ...]
     compressed_schemes: tuple[CompressedScheme, ...]
     per_group_formats: Mapping[str, str]
+    transforms: tuple[OnlineTransforms, ...]
     exclude_lists: tuple[ExcludeList, ...]
     rules: Mapping[str, RuleText]
 
@@ -190,6 +202,7 @@ def load_engines() -> EngineTable:
         "group_sizes": GroupSizes,
         "required_keys": RequiredKeys,
         "compressed_schemes": CompressedScheme,
+        "transforms": OnlineTransforms,
         "exclude_lists": ExcludeList,
     }
     tables: dict[str, Any] = {

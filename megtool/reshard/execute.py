@@ -474,6 +474,7 @@ def _digest_tensors(
         family=source.family_name if source.is_canonical else None,
         tensors=tensors,
         pruning=source.pruning,
+        rotation=source.rotation,
     )
 
 

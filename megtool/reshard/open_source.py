@@ -185,6 +185,7 @@ def open_source(
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
         pruning=sidecar.pruning if sidecar else None,
+        rotation=sidecar.rotation if sidecar else None,
     )
 
 

@@ -56,7 +56,8 @@ def write_digests(
         if is_raw and not plan.target.catalogue.extents.contained:
             stored = _stored_digests(plan, stage, sidecar, digests, folder, threads)
         sidecar = replace(sidecar, files=_relative_to(digests, folder), stored_tensors=stored)
-    if not stage.is_file and (sidecar.num_tensors or sidecar.files or sidecar.pruning):
+    is_record = sidecar.pruning or sidecar.rotation
+    if not stage.is_file and (sidecar.num_tensors or sidecar.files or is_record):
         stage.write(str(PurePosixPath(folder) / SIDECAR), encode_sidecar(sidecar))
     stage.sidecar = sidecar
     stage.complete_data(threads=threads)

@@ -11,11 +11,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megtool import finetune, quantize
+from megtool import export, finetune, lint, quantize, verify
 from megtool.cli.app import main
-from megtool.errors import UsageError
+from megtool.errors import FormatError, MappingError, UsageError
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import read_recipe_text
+from megtool.quant.recipes.rotation import RotationSettings
 from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.quant.quantize_sizes import save_llama
@@ -121,6 +122,74 @@ def test_ranks_calibrate_as_one_process(axes: list[str], tmp_path: Path) -> None
         else:
             bits = [t.reshape(-1).view(torch.uint8) for t in (tensors[key], tensor)]
             assert torch.equal(*bits), key
+
+
+@pytest.fixture(scope="module")
+def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in FP8, rotated by random signs."""
+    at = tmp_path_factory.mktemp("rotated folder")
+    rotation = {"r1": "random-hadamard", "r2": "hadamard", "seed": 3}
+    recipe = rotated("fp8_per_channel", at / "r.yaml", **rotation)
+    quantize(llama, at / "out", recipe=recipe, fsync=False)
+    return at / "out"
+
+
+def test_transformers_loads_compressed_tensors_of_it(
+    llama: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The library parses the description, and its model predicts what the original does."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.transform import TransformConfig
+    from transformers import AutoModelForCausalLM
+
+    export(folder, tmp_path / "ct", to="compressed-tensors", fsync=False)
+    section = json.loads((tmp_path / "ct/config.json").read_text())["quantization_config"]
+    config = TransformConfig.model_validate(section["transform_config"])
+    assert {n: g.type for n, g in config.config_groups.items()} == {
+        **{"R1": "random-hadamard", "R2": "hadamard"}
+    }
+    assert not any(a.is_online() for g in config.config_groups.values() for a in g.apply)
+    tokens = torch.arange(48).view(2, 24) * 37 % 128
+    outputs = []
+    for path in (llama, tmp_path / "ct"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        with torch.no_grad():
+            outputs.append(model(tokens).logits.float())
+    assert float((outputs[0] - outputs[1]).norm() / outputs[0].norm()) < 0.1
+    for written in (folder, tmp_path / "ct"):
+        assert not [
+            f
+            for f in lint(written, target=["vllm", "sglang", "trtllm"]).findings
+            if f.id == "transforms"
+        ]
+    export(tmp_path / "ct", tmp_path / "back", to="unified", fsync=False)
+    back = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
+    assert back["transform_config"] == section["transform_config"]
+
+
+def test_verify_rotates_the_original(llama: Path, folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "ct", to="compressed-tensors", fsync=False)
+    for written in (folder, tmp_path / "ct"):
+        for pair in ((llama, written), (written, llama)):
+            report = verify(*pair)
+            assert report.exit_status == 0
+            assert any("R1 random-hadamard, R2 hadamard, seed 3" in note for note in report.notes)
+    sidecar = tmp_path / "ct/megtool.json"
+    sidecar.unlink()
+    with raises(MappingError, file=tmp_path / "ct", hint=True, id="unsupported-rotation"):
+        verify(llama, tmp_path / "ct")
+
+
+@pytest.mark.parametrize("settings", [{"r1": "x"}, {"seed": -1}, 3, None])
+def test_a_damaged_record_is_refused(settings: Any, tmp_path: Path) -> None:
+    with raises(FormatError, file=tmp_path / "megtool.json", hint=True, id="damaged-digests"):
+        RotationSettings.of_record({"settings": settings}, tmp_path)
+
+
+def test_rotated_weights_are_not_rotated_again(folder: Path, tmp_path: Path) -> None:
+    recipe = rotated("mxfp8", tmp_path / "r.yaml", r1="hadamard")
+    with raises(MappingError, "rotated already", hint=True, id="unsupported-rotation"):
+        quantize(folder, tmp_path / "out", recipe=recipe)
 
 
 def test_training_does_not_rotate(llama: Path, tmp_path: Path) -> None:

@@ -98,6 +98,13 @@ def two_groups(s: dict[str, Any]) -> None:
     s["config_groups"]["group_1"] = {**first, "targets": [r"re:.*mlp.*"]}
 
 
+def rotated(*locations: str) -> Change:
+    """A folder that says of rotations at these locations."""
+    applied = [{"targets": ["Linear"], "location": where} for where in locations]
+    scheme = {"type": "hadamard", "apply": applied}
+    return inline(lambda s: s.update(transform_config={"config_groups": {"R1": scheme}}))
+
+
 def split(s: dict[str, Any]) -> None:
     s["quantized_layers"][UP]["quant_algo"] = "FP8"
 
@@ -326,6 +333,10 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
     ("scheme", "group", "ct nvfp4", group(group_size=32), ALL),
     ("scheme", "not yet", "ct fp8", group(strategy="block"), ("vllm@0.9.0",)),
     ("scheme", "no groups", "ct fp8", inline(lambda s: s.update(config_groups={})), ALL),
+    ("transforms", "inputs", "ct fp8", rotated("input"), ("vllm@0.9.0", "sglang", "trtllm")),
+    ("transforms", "the cache", "ct fp8", rotated("weight_input", "k_cache"), ALL),
+    ("transforms", "in ModelOpt's form", "fp8", rotated("input"), ALL),
+    ("transforms", "no groups", "ct fp8", inline(lambda s: s.update(transform_config=[1])), ALL),
     ("targets", "a class among several", "ct fp8", inline(two_groups), ("trtllm",)),
     ("packed", "another name", "ct fp8", inline(lambda s: s.update(format="pack-quantized")), ALL),
     ("parts", "no scale", "ct nvfp4", drop(f"{DOWN}.input_global_scale"), ALL),

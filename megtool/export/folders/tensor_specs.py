@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.formats.quantization_config import quantization_config
 from megtool.dtypes import dtype as named_dtype
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.packed_parts import PackedPart
@@ -66,6 +67,13 @@ class FolderForm(Protocol):
 
     def edit_files(self, folder: QuantizedModules, files: Mapping[str, bytes]) -> dict[str, bytes]:
         """The small files of the folder, of those of the source."""
+
+
+def transforms_of(folder: QuantizedModules) -> dict[str, Any]:
+    """What a folder says of rotations in its weights, to be said in any form."""
+    config = quantization_config(folder.catalogue.metadata) or {}
+    transforms = config.get("transform_config")
+    return {"transform_config": transforms} if transforms else {}
 
 
 def tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:

@@ -16,7 +16,13 @@ from typing import Any
 
 from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
 from megtool.errors import MappingError, listed
-from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor, weight_shape
+from megtool.export.folders.tensor_specs import (
+    ModuleTensors,
+    edit_config,
+    tensor,
+    transforms_of,
+    weight_shape,
+)
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE
 from megtool.number_formats.layout import layout
@@ -277,6 +283,7 @@ def compressed_config(folder: QuantizedModules) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "version": VERSION,
     }
+    out |= transforms_of(folder)
     if folder.kv_algo == "FP8":
         out["kv_cache_scheme"] = _arguments(_FLOAT8 | _TENSOR | {"dynamic": False})
     return out

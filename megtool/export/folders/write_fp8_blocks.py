@@ -21,7 +21,12 @@ from megtool.checkpoint.formats.quantization_config import (
     quantization_config,
 )
 from megtool.errors import MappingError, listed
-from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor
+from megtool.export.folders.tensor_specs import (
+    ModuleTensors,
+    edit_config,
+    tensor,
+    transforms_of,
+)
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.lint.engines import load_engines
 from megtool.number_formats.decode import CODES, SCALE
@@ -122,4 +127,5 @@ def _section(folder: QuantizedModules) -> dict[str, Any]:
         "quant_method": "fp8",
         "weight_block_size": _BLOCK,
         **({"modules_to_not_convert": plain} if plain else {}),
+        **transforms_of(folder),
     }

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
-from megtool.export.folders.tensor_specs import ModuleTensors, edit_config, tensor
+from megtool.export.folders.tensor_specs import (
+    ModuleTensors,
+    edit_config,
+    tensor,
+    transforms_of,
+)
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.number_formats.decode import COLUMNS, SCALE_2
 from megtool.number_formats.layout import layout
@@ -81,7 +86,7 @@ class ModelOptForm:
         section = quantization(layers, folder.unquantized, folder.kv_algo)
         out = {n: d for n, d in files.items() if n != QUANT_FILE}
         if "config.json" in out:
-            config = {"quantization_config": inline(section)}
+            config = {"quantization_config": inline(section) | transforms_of(folder)}
             out["config.json"] = edit_config(
                 out["config.json"], remove=QUANT_KEYS, add=config, untie=folder.has_untied_head
             )

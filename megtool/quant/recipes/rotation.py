@@ -6,8 +6,13 @@ https://arxiv.org/abs/2405.16406). Both leave what the model computes as it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from megtool.checkpoint.digest import SIDECAR
+from megtool.errors import FormatError
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -30,6 +35,27 @@ class RotationSettings:
     block_size: int = 0
     seed: int = 0
     line: int = 0
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any], folder: Path) -> RotationSettings:
+        """The settings that `megtool.json` of a folder has.
+
+        Raises:
+            FormatError: they are none.
+        """
+        settings = record.get("settings")
+        problems = RecipeProblems(str(folder))
+        if isinstance(settings, dict):
+            values = {str(k): Node(value=v, line=0) for k, v in settings.items()}
+            read = read_rotation(Node(value=values, line=0), problems)
+            if read is not None and not problems.problems:
+                return read
+        raise FormatError(
+            f"the record of its rotation cannot be used: {settings!r:.80}",
+            file=folder / SIDECAR,
+            hint="compare without the record, or with what it was made of",
+            error_id="damaged-digests",
+        )
 
     def describe(self) -> str:
         """The rotations in words."""

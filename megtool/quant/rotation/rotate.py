@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megtool.checkpoint.digest import SIDECAR
+from megtool.checkpoint.formats.quantization_config import quantization_config
 from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 from megtool.quant.recipes.rotation import RotationSettings
@@ -48,6 +50,39 @@ _OUTPUTS = re.compile(r"layers\.(\d+)\.attn\.o\.weight")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
+def as_rotated(
+    a: CheckpointSource, b: CheckpointSource
+) -> tuple[CheckpointSource, CheckpointSource, str | None]:
+    """Two checkpoints to compare, and a note: if one of them is rotated, the other one is too.
+
+    Raises:
+        FormatError: the record of the rotation is damaged.
+        MappingError: it is of another model; or one is rotated, and has no record.
+    """
+    if not (a.is_canonical and b.is_canonical) or _is_rotated(a) == _is_rotated(b):
+        return a, b, None
+    rotated, plain = (a, b) if _is_rotated(a) else (b, a)
+    if rotated.rotation is None:
+        raise MappingError(
+            "its transform_config says that its weights are rotated, and nothing says by which "
+            "matrices",
+            file=rotated.path,
+            hint=f"megtool quantize records them in {SIDECAR}; compare what both compute: "
+            "megtool evaluate",
+            error_id="unsupported-rotation",
+        )
+    settings = RotationSettings.of_record(rotated.rotation, rotated.path)
+    text = f"{plain.path} is compared as if it were rotated by {settings.describe()}"
+    other = rotate(plain, settings)
+    return (other, b, text) if plain is a else (a, other, text)
+
+
+def _is_rotated(source: CheckpointSource) -> bool:
+    """Whether a checkpoint says that its weights are rotated."""
+    config = quantization_config(source.catalogue.metadata) or {}
+    return source.rotation is not None or bool(config.get("transform_config"))
+
+
 def rotate(source: CheckpointSource, settings: RotationSettings) -> CheckpointSource:
     """The checkpoint as if its weights were rotated, with a record of it; no weights are read here.
 
@@ -56,6 +91,13 @@ def rotate(source: CheckpointSource, settings: RotationSettings) -> CheckpointSo
             rotation of its size.
     """
     config = require_model(source, "a rotation")[1]
+    if source.rotation is not None:
+        raise MappingError(
+            "its weights are rotated already",
+            file=source.path,
+            hint="leave the rotation out of the recipe, or quantize what it was made of",
+            error_id="unsupported-rotation",
+        )
     rotations = _Rotations(source, config, settings)
     rotated = rotations.tensors()
     side, catalogue = source.view, source.catalogue
