@@ -321,8 +321,8 @@ def _plan(
     tensors += [s.tensor for s in kv_scales]
     small = {n: data for n, data in target.destination.small_files.items() if n != INDEX}
     small |= _quantization_config(decisions, modules, target, small)
-    if source.rotation is not None and "config.json" in small:
-        transforms = source.rotation["transform_config"]
+    transforms = (source.rotation or {}).get("transform_config")
+    if isinstance(transforms, dict) and "config.json" in small:
         small["config.json"] = with_transforms(small["config.json"], transforms)
     destination = plan_safetensors_layout(tensors, max_shard_bytes=shard_bytes, small_files=small)
     placements = {n: p for n, p in target.side.placements.items() if n not in replaced}

@@ -172,10 +172,18 @@ def test_blocks_and_panels_give_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    "layout", [{"to": "torch_dist", "tp": 2, "pp": 2}, {"to": "megatron", "tp": 2}], ids=str
+    ("family", "layout"),
+    [
+        ("qwen3", {"to": "torch_dist", "tp": 2, "pp": 2}),
+        ("qwen3", {"to": "megatron", "tp": 2}),
+        ("qwen3_moe", {"to": "torch_dist", "tp": 2, "ep": 2}),
+    ],
+    ids=str,
 )
-def test_any_layout_gives_the_same_bytes(layout: dict[str, Any], tmp_path: Path) -> None:
-    save("qwen3", tmp_path / "hf", torch.bfloat16)
+def test_any_layout_gives_the_same_bytes(
+    family: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    save(family, tmp_path / "hf", torch.bfloat16)
     reshard(tmp_path / "hf", tmp_path / "other", **layout)
     recipe = recipe_file(tmp_path / "r.json", ROTATIONS["both"], algo="FP8_PER_CHANNEL_PER_TOKEN")
     written = []
@@ -185,6 +193,18 @@ def test_any_layout_gives_the_same_bytes(layout: dict[str, Any], tmp_path: Path)
         assert report.exit_status == 0, report.proof
         written.append(contents(tmp_path / f"{name}_out"))
     assert written[0]["model.safetensors"] == written[1]["model.safetensors"]
+
+
+def test_a_quantized_source_is_decoded_first(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hf", torch.bfloat16)
+    plain = recipe_file(tmp_path / "plain.json", {}, algo="FP8_PER_CHANNEL_PER_TOKEN")
+    recipe = json.loads(plain.read_text())
+    plain.write_text(json.dumps({k: v for k, v in recipe.items() if k != "rotation"}))
+    quantize(tmp_path / "hf", tmp_path / "fp8", recipe=plain, fsync=False)
+    rotated = recipe_file(tmp_path / "r.json", ROTATIONS["both"], algo="W8A16")
+    report = quantize(tmp_path / "fp8", tmp_path / "out", recipe=rotated, fsync=False)
+    assert isinstance(report, QuantizeReport)
+    assert report.exit_status == 0, report.proof
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
