@@ -6,7 +6,7 @@ catalogue: the plan that reshards fills this rank's memory, and no second mappin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -144,9 +144,10 @@ def check_memory(
     stream_layers: bool = False,
     is_trained: bool = False,
     num_shards: int = 1,
+    absent: Collection[str] = (),
 ) -> None:
     """Refuse before loading what cannot fit; what is trained is neither streamed nor cast, and may
-    be sharded as fp32 a unit at a time.
+    be sharded as fp32 a unit at a time. Tensors that are `absent` are not loaded.
 
     Raises:
         OutOfMemoryError: this rank's weights need more memory than is free.
@@ -155,7 +156,8 @@ def check_memory(
         free: int | None = torch.cuda.mem_get_info(device)[0]
     else:
         free = free_memory()
-    sizes = [weights.num_bytes(names) for names in units_of(weights.tensors).values()]
+    loaded = [n for n in weights.tensors if n not in absent]
+    sizes = [weights.num_bytes(names) for names in units_of(loaded).values()]
     resident = (
         [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if stream_layers else sizes
     )

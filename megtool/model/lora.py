@@ -271,10 +271,12 @@ def adapters_of(
             yield name, module, module.adapter
 
 
-def merged_weight(linear: Linear | ExpertLinear, adapter: Adapter | ExpertAdapter) -> Tensor:
-    """The weight with its adapter's part in it, rounded once to the weight's type; sharded as it
-    is."""
-    weight = linear.weight.detach()
+def merged_weight(
+    linear: Linear | ExpertLinear, adapter: Adapter | ExpertAdapter, weight: Tensor | None = None
+) -> Tensor:
+    """The weight (`weight` if the layer does not hold it) with its adapter's part in it, rounded
+    once to the weight's type; sharded as it is."""
+    weight = linear.weight.detach() if weight is None else weight
     if isinstance(weight, DTensor):
         merged = local_shard(weight).float() + own_shard(adapter.delta(), weight)
         return with_local_shard(weight, merged.to(weight.dtype))

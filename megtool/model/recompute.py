@@ -21,6 +21,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.encoder_decoder import EncoderDecoder
 from megtool.model.layer import TransformerLayer
 from megtool.model.lora import Adapter
+from megtool.model.unpacked_forward import UnpackedForward
 
 Granularity = Literal["full", "selective"]
 
@@ -85,6 +86,8 @@ class _Again:
         self, layer: nn.Module, forward: Callable[..., Tensor], granularity: Granularity
     ) -> None:
         self._layer, self._forward = layer, forward
+        if isinstance(forward, UnpackedForward):
+            forward.is_recomputed = True
         self._contexts: Any = contexts_again if granularity == "full" else _kept_products
 
     def __call__(self, x_TH: Tensor, frame: Any) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from megtool.checkpoint.megatron_metadata import vocab_divisor
-from megtool.console import Progress, silent
+from megtool.console import Progress, format_bytes, silent
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
@@ -17,11 +19,14 @@ from megtool.model.fully_shard import FullyShard
 from megtool.model.pipeline import build_stages
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
+from megtool.train.packed_base import KeepPacked, PackedBase
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_for_training(
     source: CheckpointSource,
-    groups: ProcessGroups | FullyShard | None = None,
+    groups: ProcessGroups | FullyShard | KeepPacked | None = None,
     *,
     dtype: DType | torch.dtype | str | None = None,
     sequence_parallel: bool = False,
@@ -37,16 +42,19 @@ def load_for_training(
     checkpoint that megtool reads, at any layout; the layout is that of `groups`. The vocabulary is
     padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`. Layers of multi-token
     prediction are loaded if the caller `keeps_mtp`. A FullyShard shards each layer as soon as it is
-    loaded, so that no rank ever has a whole model.
+    loaded, so that no rank ever has a whole model. With KeepPacked packed weights of linear layers
+    stay so, and get no gradients.
 
     Raises:
-        MappingError: the checkpoint is not a whole decoder, or has other tensors than the model.
+        MappingError: the checkpoint is not a whole decoder, or has other tensors than the model; or
+            none of its weights can be kept packed.
         LayoutError: the layout does not divide the model; the hint says which sizes do.
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
     """
     sharder = groups if isinstance(groups, FullyShard) else None
-    if isinstance(groups, FullyShard):
+    keeps_packed = isinstance(groups, KeepPacked)
+    if isinstance(groups, FullyShard | KeepPacked):
         groups = groups.groups
     groups = ProcessGroups.alone() if groups is None else groups
     multiple = vocab_multiple or vocab_divisor(source.catalogue)  # as it is saved again
@@ -74,9 +82,11 @@ def load_for_training(
     check_names(weights, expected)
     weights.become({n: named(str(t.dtype).removeprefix("torch.")) for n, t in expected.items()})
     num_shards = 1 if sharder is None else groups.shards.size
-    check_memory(weights, groups.device, is_trained=True, num_shards=num_shards)
+    base = PackedBase(source, stages) if keeps_packed else None
+    packed = set() if base is None else base.parameters
+    check_memory(weights, groups.device, is_trained=True, num_shards=num_shards, absent=packed)
     for stage in stages:
-        names_of_stage = list(stage.state_dict())
+        names_of_stage = [n for n in stage.state_dict() if n not in packed]
         is_whole = groups.device.type == "cpu" and sharder is None
         units = {"": names_of_stage} if is_whole else units_of(names_of_stage)
         for names in units.values():
@@ -90,6 +100,9 @@ def load_for_training(
         if sharder is not None:
             sharder.shard_rest(stage)
         stage.train()
+    if base is not None:
+        num_bytes = base.load()
+        _LOG.info("%d weights stay packed, in %s", len(packed), format_bytes(num_bytes))
     return stages
 
 

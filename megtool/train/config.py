@@ -20,6 +20,7 @@ from megtool.options.groups import (
 from megtool.train.data_options import RowBuildingOptions
 from megtool.train.data_parallel_options import DataParallelOptions, check_data_parallel
 from megtool.train.fp8_options import PRECISION, Fp8Options
+from megtool.train.lora_options import LoraOptions, check_lora, list_qlora_conflicts
 from megtool.train.loss_options import FurtherLossOptions
 from megtool.train.optimizer_options import OptimizerOptions
 from megtool.train.overlap_options import OverlapOptions, check_overlap
@@ -28,7 +29,7 @@ from megtool.train.profile_options import ProfileOptions
 TRAINING = "Training"
 MEMORY = "Memory"
 CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
-LORA, QAT = "LoRA", "Quantization-aware training and distillation"
+QAT = "Quantization-aware training and distillation"
 
 ALTERNATIVES = (
     ("train_iters", "epochs"),
@@ -50,6 +51,7 @@ class TrainConfig(
     DataParallelOptions,
     OverlapOptions,
     FurtherLossOptions,
+    LoraOptions,
     ProfileOptions,
     ContextParallelOptions,
     RowBuildingOptions,
@@ -278,23 +280,6 @@ class TrainConfig(
     )
     log_interval: int = option(EVALUATION, "Steps between log messages.", 10, minimum=1)
     tensorboard: bool = option(EVALUATION, "Also log to DST/tensorboard.", False)
-    # ---- LoRA
-    lora_rank: int | None = option(
-        LORA,
-        "Train LoRA adapters of this rank instead of the model's weights.",
-        metavar="N",
-        minimum=1,
-    )
-    lora_alpha: float | None = option(
-        LORA, "Adapters are scaled by alpha / rank; default: 2 x rank."
-    )
-    lora_dropout: float = option(LORA, "Dropout of the adapters' inputs.", 0.0, minimum=0)
-    lora_target: str = option(
-        LORA,
-        "Layers with adapters: qkv (also of latent attention), proj, fc1, fc2 (also of experts).",
-        "qkv,proj,fc1,fc2",
-        metavar="LIST",
-    )
     # ---- Quantization-aware training and distillation
     qat: str | None = option(
         QAT,
@@ -483,6 +468,7 @@ def _check_feature_options(s: TrainConfig) -> None:
             "--lora-dropout has no effect with --qat: merged weights are rounded, and adapters "
             "have no inputs of their own",
         ),
+        *list_qlora_conflicts(s),
         (
             s.lora_alpha is not None and s.lora_rank is None,
             "--lora-alpha has no effect without --lora-rank",
@@ -524,18 +510,7 @@ def _check_feature_options(s: TrainConfig) -> None:
         if is_wrong:
             raise UsageError(message)
     _check_dependent_options(s)
-    if s.lora_alpha is not None and s.lora_alpha <= 0:
-        raise UsageError(
-            f"--lora-alpha is {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank"
-        )
-    roles = ("qkv", "proj", "fc1", "fc2")
-    if s.lora_rank is not None:
-        roles_given = [role.strip() for role in s.lora_target.split(",")]
-        for n, role in enumerate(roles_given):
-            if role not in roles:
-                raise UsageError(f"--lora-target is {role!r}", hint=f"one of: {', '.join(roles)}")
-            if role in roles_given[:n]:
-                raise UsageError(f"--lora-target names {role!r} twice", hint=s.lora_target)
+    check_lora(s)
 
 
 GRAPH_CONFLICTS = {

@@ -20,6 +20,7 @@ from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
+from megtool.train.packed_base import PackedBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,11 @@ def estimate_rank_memory(
             sequence_parallel=settings.sequence_parallel,
         )
         prepare(stages)
-        estimates.append(_measure_stages(stages, settings, layout, kind))
+        measured = _measure_stages(stages, settings, layout, kind)
+        if settings.qlora:
+            saved = PackedBase(source, stages).saved_bytes
+            measured = replace(measured, weight_bytes=measured.weight_bytes - saved)
+        estimates.append(measured)
     return max(estimates, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
 
 

@@ -44,6 +44,7 @@ from megtool.train.features.protocol import FeatureInputs
 from megtool.train.features.registry import TrainingFeatures, is_model_frozen
 from megtool.train.loop import TrainJob, TrainOutcome, train
 from megtool.train.overlap_options import let_overlap
+from megtool.train.packed_base import KeepPacked
 from megtool.train.preflight import check_plan
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import (
@@ -233,9 +234,10 @@ class TrainRun:
     def _load(self, source: CheckpointSource) -> list[Decoder]:
         """The model on this rank in training mode, with frozen and recomputed parts set."""
         settings, groups = self.settings, self.groups
+        packed = KeepPacked(groups=groups) if settings.qlora else None
         stages = load_for_training(
             source,
-            self._sharder() if settings.is_fully_sharded else groups,
+            self._sharder() if settings.is_fully_sharded else packed or groups,
             dtype=resolve_dtype(settings, groups.device.type),
             sequence_parallel=settings.sequence_parallel,
             threads=settings.threads,

@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.errors import FormatError
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS, decode
-from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
+from megtool.number_formats.decode_torch import as_bytes, decode_torch
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart, PartSpan
 
 SHAPE = (3, 20, 64)
 _RNG = np.random.default_rng(7)
@@ -109,8 +113,36 @@ def test_any_box(kind: str, data: st.DataObject) -> None:
     found = decode(kind, [p for p, _ in held], windows, lo, hi)
     want = whole[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))]
     np.testing.assert_array_equal(found, want)
+    parts, tensors = as_tensors(kind, held, windows, lo, hi)
+    np.testing.assert_array_equal(decode_torch(kind, parts, tensors, lo, hi).numpy(), want)
+
+
+def as_tensors(
+    kind: str, held: list[Any], windows: dict[str, np.ndarray], lo: Index, hi: Index
+) -> tuple[list[PackedPart], dict[str, torch.Tensor]]:
+    """Parts and windows as `decode_torch` takes them."""
+    parts = [p for p, _ in held]
+    return parts, {role: as_bytes(torch.from_numpy(w.copy())) for role, w in windows.items()}
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8words", "mxfp4", "mxfp8", "nvfp4", "int4rows"])
+def test_torch_decodes_what_is_encoded(kind: str) -> None:
+    """Packings of two dimensions as they are written, with all their parts."""
+    packing = {"mxfp4": "mxfp4:32", "mxfp8": "mxfp8:32", "nvfp4": "nvfp4:16"}.get(
+        kind, f"{kind}:32"
+    )
+    values = (_RNG.standard_normal((6, 64)) * 0.1).astype(np.float32)
+    parts = layout(packing, values.shape)
+    lo, hi = (0, 0), values.shape
+    windows = encode(packing, parts, values.copy(), "float32", lo, hi)
+    want = decode(packing, parts, windows, lo, hi)
+    _, tensors = as_tensors(kind, [(p, None) for p in parts], windows, lo, hi)
+    found = decode_torch(packing, parts, tensors, lo, hi).numpy()
+    np.testing.assert_array_equal(found, want)
 
 
 def test_an_unknown_format() -> None:
     with pytest.raises(FormatError, match="fp5"):
         decode("fp5:tensor", [], {}, (), ())
+    with pytest.raises(FormatError, match="fp5"):
+        decode_torch("fp5:tensor", [], {}, (), ())

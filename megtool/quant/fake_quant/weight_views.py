@@ -107,7 +107,7 @@ class WeightViews:
             parameter = source[part.parameter]
         out = torch.zeros(part.shape, dtype=parameter.dtype, device=parameter.device)
         for local_box, weight_box in part.boxes:
-            _strided(out, weight_box).copy_(_strided(parameter, local_box))
+            strided_view(out, weight_box).copy_(strided_view(parameter, local_box))
         return all_sum(out, self._group(module)) if part.is_cut else out
 
     def write(
@@ -120,14 +120,14 @@ class WeightViews:
             self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
         )
         for local_box, weight_box in part.boxes:
-            _strided(parameter.detach(), local_box).copy_(_strided(weight_OI, weight_box))
+            strided_view(parameter.detach(), local_box).copy_(strided_view(weight_OI, weight_box))
 
     def _group(self, module: str) -> Group:
         groups = self._decoder.groups
         return groups.etp if ".experts." in module else groups.tp
 
 
-def _strided(tensor: Tensor, p: Placement) -> Tensor:
+def strided_view(tensor: Tensor, p: Placement) -> Tensor:
     """The elements of a tensor at a placement, in its shape."""
     steps = tensor.stride()
     start = tensor.storage_offset() + sum(b * s for b, s in zip(p.base, steps, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +25,15 @@ LivePiece = tuple[str, str, int, Tensor]
 
 
 def iterate_live_state(
-    stages: Sequence[Decoder], optimizer: Optimizer | None, carried: Mapping[str, Tensor]
+    stages: Sequence[Decoder],
+    optimizer: Optimizer | None,
+    carried: Mapping[str, Tensor],
+    without: Collection[str] = (),
 ) -> Iterator[LivePiece]:
     """All live state of this rank: weights (state `""`), and the optimizer's state.
 
-    `carried` are further weights, which no module has. Modules are asked for their weights at once,
+    `carried` are further weights, which no module has; weights that `without` names are left out.
+    Modules are asked for their weights at once,
     before passes that gather sharded ones; copies are made as the iterator comes to them.
     """
     weights = [(stage.dtype, stage.state_dict(keep_vars=True)) for stage in stages]
@@ -38,13 +42,18 @@ def iterate_live_state(
         for name, tensor in carried.items():
             yield WEIGHT, name, 0, tensor.reshape(-1)
         for dtype, tensors in weights:
-            for name, tensor in tensors.items():
-                for start, elements in stored_elements(tensor, dtype):
+            for name in (n for n in tensors if n not in without):
+                for start, elements in stored_elements(tensors[name], dtype):
                     yield WEIGHT, name, start, elements
         for piece in optimizer.pieces() if optimizer is not None else ():
             yield piece.state, piece.parameter, piece.start, piece.tensor.detach()
 
     return iterate()
+
+
+def computed_weights(stages: Sequence[Decoder]) -> dict[str, Callable[[], Tensor]]:
+    """The weights that stages compute when they are asked for them, and that nothing holds."""
+    return {n: make for s in stages for n, make in getattr(s, "computed", {}).items()}
 
 
 def stored_elements(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
@@ -136,12 +145,23 @@ class HostSnapshot:
 
 
 class LiveShards:
-    """The same shards read from the live state, for synchronous saves."""
+    """The same shards read from the live state, for synchronous saves.
 
-    def __init__(self, layout: SaveLayout, pieces: Iterable[LivePiece]) -> None:
+    Weights that modules compute when they are asked for them, as merged ones, are computed for the
+    shards that have them, and let go.
+    """
+
+    def __init__(
+        self,
+        layout: SaveLayout,
+        pieces: Iterable[LivePiece],
+        computed: Mapping[str, Callable[[], Tensor]] | None = None,
+    ) -> None:
         self._layout = layout
         self._numels = layout.shards.boxes.volume().tolist()
         self._pieces: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+        self._computed = computed or {}
+        self._last: tuple[str, Tensor | None] = ("", None)
         for state, name, start, tensor in pieces:
             self._pieces.setdefault((state, name), []).append((start, tensor))
 
@@ -149,7 +169,7 @@ class LiveShards:
         """A shard's elements on the CPU; the live ones if they are there, and contiguous."""
         pieces: list[tuple[int, Tensor]] = []
         for part in self._layout.parts[row]:
-            for start, tensor in self._pieces[part.state, part.name]:
+            for start, tensor in self._elements(part):
                 a, b = max(part.start, start), min(part.stop, start + tensor.numel())
                 if a < b:
                     pieces.append((part.offset + a - part.start, tensor[a - start : b - start]))
@@ -159,3 +179,14 @@ class LiveShards:
         for offset, tensor in pieces:
             elements[offset : offset + tensor.numel()] = tensor.cpu()
         return elements
+
+    def _elements(self, part: ShardPart) -> Sequence[tuple[int, Tensor]]:
+        """Live elements of a state of a tensor; the last one that was computed is kept."""
+        make = self._computed.get(part.name) if part.state == WEIGHT else None
+        if make is None:
+            return self._pieces[part.state, part.name]
+        if self._last[0] != part.name:
+            self._last = "", None
+            self._last = part.name, make().reshape(-1)
+        tensor = self._last[1]
+        return () if tensor is None else ((0, tensor),)

@@ -36,6 +36,7 @@ from megtool.train.checkpointing.host_snapshot import (
     HostSnapshot,
     LivePiece,
     LiveShards,
+    computed_weights,
     iterate_live_state,
 )
 from megtool.train.checkpointing.megatron_common_state import (
@@ -257,7 +258,9 @@ class TorchDistSaver:
                 copy()
                 copy = None
         else:
-            rows = LiveShards(planned.layout, self._live_state(stages, saved_optimizer))
+            computed = computed_weights(stages)
+            live = iterate_live_state(stages, saved_optimizer, self.template.carried, computed)
+            rows = LiveShards(planned.layout, live, computed)
         common: dict[str, Any] = {}
         small: dict[str, bytes | Path] = {}
         if self.groups.rank == 0:

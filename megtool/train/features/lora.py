@@ -36,6 +36,7 @@ from megtool.model.lora import (
 )
 from megtool.model.param_attributes import is_marked
 from megtool.model.pipeline import build_stages
+from megtool.model.unpacked_forward import made_weights
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.source import CheckpointSource
@@ -309,24 +310,35 @@ class MergedStage:
         self._decoder = decoder
         self.groups, self.dtype, self.modules = decoder.groups, decoder.dtype, decoder.modules
 
+    @property
+    def computed(self) -> Mapping[str, Callable[[], Tensor]]:
+        """The weights that the stage keeps packed, with adapters merged."""
+        tensors = self._makers(keep_vars=True)
+        return {name: tensors[name] for name in made_weights(self._decoder)}
+
     def state_dict(self, *, keep_vars: bool = False) -> Mapping[str, Tensor]:
         """Parameters under the names of a model without adapters, merged when they are read."""
+        return _LazyTensors(self._makers(keep_vars=keep_vars))
+
+    def _makers(self, *, keep_vars: bool) -> dict[str, Callable[[], Tensor]]:
         adapters = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
+        packed = made_weights(self._decoder)
         tensors = self._decoder.state_dict(keep_vars=keep_vars)
         makers: dict[str, Callable[[], Tensor]] = {}
         for name, tensor in tensors.items():
             if ".adapter." not in name:
+                weight = packed.get(name, _constant(tensor))
                 pair = adapters.get(name)
-                makers[name] = _constant(tensor) if pair is None else _merge_fn(*pair)
-        return _LazyTensors(makers)
+                makers[name] = weight if pair is None else _merge_fn(*pair, weight)
+        return makers
 
 
 def _constant(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
-def _merge_fn(linear: Any, adapter: Any) -> Callable[[], Tensor]:
-    return lambda: merged_weight(linear, adapter)
+def _merge_fn(linear: Any, adapter: Any, weight: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return lambda: merged_weight(linear, adapter, weight().detach())
 
 
 class _LazyTensors(Mapping[str, Tensor]):
@@ -353,11 +365,13 @@ class LoraSaver:
     """Saves merged weights with `saver`, and adds the adapter's files.
 
     `saver` has the optimizer format `none`. Merged weights are computed and copied to host memory
-    in parts: the device never holds all of them.
+    in parts: the device never holds all of them. Where weights are kept packed, they are written
+    one by one while training waits, and the host does not hold them either.
     """
 
     def __init__(self, saver: CheckpointSaver, lora: LoraFeature) -> None:
         self._saver, self._lora = saver, lora
+        self._is_packed = any(made_weights(stage) for stage in lora.stages)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def _spool_folder(self) -> Path:
@@ -382,7 +396,7 @@ class LoraSaver:
         self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
     ) -> None:
         """Plan all saves, and take the memory for host copies."""
-        self._saver.prepare(self._stages(), None, asynchronous=asynchronous)
+        self._saver.prepare(self._stages(), None, asynchronous=asynchronous and not self._is_packed)
 
     def save(
         self,
@@ -407,7 +421,11 @@ class LoraSaver:
         adapter_files = self._lora.files(optimizer, state, spool, self._saver.files)
         files = {**metadata.files, **adapter_files}
         self._saver.save(
-            iteration, self._stages(), None, replace(metadata, files=files), asynchronous=True
+            iteration,
+            self._stages(),
+            None,
+            replace(metadata, files=files),
+            asynchronous=not self._is_packed,
         )
         if not asynchronous:
             self._saver.finish()
@@ -440,6 +458,7 @@ def fingerprint_frozen_weights(stages: Sequence[Decoder]) -> tuple[float, float]
     groups = stages[0].groups
     total = torch.zeros(2, dtype=torch.float64, device=groups.device)
     for decoder in stages:
+        packed = made_weights(decoder)
         for name, p in decoder.named_parameters():
             is_expert, is_cut = not is_marked(p, "allreduce"), is_marked(p, _CUT)
             replicas, instances, shards = groups.replicas, groups.instances, groups.tp
@@ -454,7 +473,8 @@ def fingerprint_frozen_weights(stages: Sequence[Decoder]) -> tuple[float, float]
                 # Marks of experts tell how this layout splits them; another may do it differently.
                 along = int(getattr(p, "partition_dim", -1))  # -1: along none
                 cut = range(p.dim()) if is_expert else [along]
-                total += _weighted_sum(p, cut) * (
+                weight = packed[name]() if name in packed else p
+                total += _weighted_sum(weight, cut) * (
                     0.5 + int.from_bytes(digest[:4], "little") / 2**32
                 )
     value, room = all_sum(total, groups.world).tolist()
