@@ -89,6 +89,16 @@ def test_updates_are_those_that_modelopt_computes(saved: dict[str, Any]) -> None
         torch.testing.assert_close(ours, wanted[..., :size], atol=1e-3, rtol=1e-3)
 
 
+def test_a_model_that_it_is_merged_into_computes_the_same(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    megtool.reshard(saved["base"], tmp_path / "merged", adapter=saved["adapter"], dtype="float32")
+    if saved["logits"] is not None:
+        wanted = saved["logits"]
+        ours = decoder_logits(tmp_path / "merged", {}, TOKENS)
+        torch.testing.assert_close(ours, wanted[..., : ours.shape[-1]], atol=1e-3, rtol=1e-3)
+
+
 def test_it_becomes_an_adapter_of_peft(saved: dict[str, Any], tmp_path: Path) -> None:
     base = saved["base"]
     report = megtool.convert_adapter(saved["adapter"], tmp_path / "out", to="peft", base=base)

@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 
-from megtool import quantize, reshard
+from megtool import convert_adapter, export, quantize, reshard
 from megtool.cli.app import main
+from megtool.config import ParallelConfig
 from megtool.errors import DestinationError, FormatError, MappingError, UsageError
+from tests.support.checkpoints.trained import config, write
 from tests.support.errors import raises
 from tests.support.folders import contents, torch_tensors
-from tests.support.models import moe_models, tiny_llama
+from tests.support.models import gguf_models, moe_models, tiny_llama
 from tests.support.models.adapted_models import read_canonical, save_adapter
 from tests.support.models.tiny_model import tiny_model
 
@@ -143,6 +145,39 @@ def test_an_adapter_of_a_quantized_base_is_merged_into_decoded_weights(tmp_path:
     assert "quantization_config" not in (tmp_path / "ours" / "config.json").read_text()
 
 
+def test_an_adapter_of_megatron_bridge_is_merged_like_that_of_peft(tmp_path: Path) -> None:
+    """Its fused modules have the matrices of q, k and v side by side."""
+    tiny_model("llama", tmp_path / "base", tie_word_embeddings=False)
+    save_adapter(tmp_path / "base", tmp_path / "peft", target_modules="all-linear")
+    convert_adapter(tmp_path / "peft", tmp_path / "bridge", to="bridge", base=tmp_path / "base")
+    for name in ("peft", "bridge"):
+        reshard(tmp_path / "base", tmp_path / f"of {name}", adapter=tmp_path / name)
+    ours, theirs = (torch_tensors(tmp_path / f"of {name}") for name in ("bridge", "peft"))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-7, rtol=1e-6)
+
+
+def test_an_adapter_is_merged_into_decoded_gguf(tmp_path: Path) -> None:
+    base = gguf_models.save(tmp_path / "base", "llama")
+    export(base, tmp_path / "base.gguf", to="gguf", outtype="q8_0", fsync=False)
+    reshard(tmp_path / "base.gguf", tmp_path / "plain", to="hf", dtype="float32")
+    save_adapter(tmp_path / "plain", tmp_path / "adapter", target_modules=ATTENTION)
+    merge_by_peft(tmp_path / "plain", tmp_path / "adapter", tmp_path / "theirs", torch.float32)
+    reshard(
+        tmp_path / "base.gguf",
+        tmp_path / "ours",
+        to="hf",
+        adapter=tmp_path / "adapter",
+        dtype="float32",
+        verify=True,
+    )
+    ours, theirs = torch_tensors(tmp_path / "ours"), torch_tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
@@ -184,6 +219,26 @@ def test_an_adapter_is_of_a_whole_model(
 ) -> None:
     with raises(UsageError, "--adapter", id="option-without-effect"):
         reshard(base / "base", tmp_path / "out", adapter=base / "adapter", **options)
+
+
+def test_state_of_weights_as_they_were_is_not_written(
+    base: Path, tmp_path: Path, materialize: Any
+) -> None:
+    adapter = base / "adapter"
+    with raises(UsageError, "--amax rebuild"):
+        reshard(base / "base", tmp_path / "a", to="torch_dist", adapter=adapter, amax="rebuild")
+    sizes = {"num_layers": 2, "hidden_size": 32, "head_dim": 8}
+    write(tmp_path / "run", config(**sizes), ParallelConfig(), materialize)
+    with raises(UsageError, "optimizer state"):
+        reshard(
+            tmp_path / "run",
+            tmp_path / "b",
+            to="torch_dist",
+            adapter=adapter,
+            family="llama",
+            optimizer_format="fully_reshardable",
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def truncate(adapter: Path) -> None:
