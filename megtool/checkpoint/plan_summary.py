@@ -100,7 +100,7 @@ class PlanSummary:
             "decode": "decoded",
             "fill": "filled",
             "reduce": "averaged",
-            "merge": "merged with updates",
+            "merge": "merged with an adapter",
         }
         for field in fields(self.num_bytes):
             if n := getattr(self.num_bytes, field.name):

@@ -20,7 +20,7 @@ from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import add_shift, cast
+from megtool.checkpoint.transport.cast import add_shift, cast, limit_torch_threads
 from megtool.checkpoint.transport.reduce import sum_dtype
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
@@ -75,7 +75,7 @@ def compare_with_source(
         total += n
         progress(min(total, num_bytes), num_bytes)
 
-    with ExitStack() as stack:
+    with limit_torch_threads(bool(expected.updates)), ExitStack() as stack:
         files = Files()
         readers = [stack.enter_context(CheckpointReader(c, files)) for c in plan.sources]
         a = _ExpectedSource(reader=readers[0], expected=expected, readers=readers)

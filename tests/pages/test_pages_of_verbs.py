@@ -17,12 +17,14 @@ from megtool.commands.pages.evaluate_page import evaluate_page
 from megtool.commands.pages.finetune_page import finetune_page
 from megtool.commands.pages.lint_page import lint_page
 from megtool.commands.pages.quantize_page import quantize_page
+from megtool.commands.pages.reshard_page import reshard_page
 from megtool.commands.verbs import VERBS
 from megtool.lint.finding import Finding
 from megtool.pages.page import Page, PageFigure, PageTable
 from megtool.pages.write import write_page
 from megtool.quant.pipeline.report import QuantizeReport
 from tests.support.browser import Browser
+from tests.support.checkpoints.updates import merge, random_updates
 from tests.support.models import tiny_llama
 from tests.support.quant.quantize_reports import HOSTILE
 from tests.support.quant.quantize_reports import report as quantize_report
@@ -200,6 +202,12 @@ def test_the_plan_as_a_picture(browser: Browser, hf: Path, tmp_path: Path, dry_r
         back = reshard(tmp_path / "out", tmp_path / "back", to="hf")
         assert back.flows is not None
         assert len(back.flows.sources) == 4
+
+
+def test_bytes_that_an_adapter_is_merged_into_have_a_bar(hf: Path, tmp_path: Path) -> None:
+    report = merge(hf, tmp_path / "out", random_updates(hf, ["*.attn.q.weight"]))
+    bars = figures(reshard_page(report))["Bytes by operation"]
+    assert "merged with an adapter" in repr(bars.variants)
 
 
 def test_runs_are_shown_side_by_side(tmp_path: Path) -> None:

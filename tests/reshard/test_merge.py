@@ -122,7 +122,7 @@ def test_the_report_says_what_was_merged(hf: Path, tmp_path: Path) -> None:
         "scales": [0.5, 2.0],
     }
     assert dict(report.rows())["merged"] == "8 weights: rank 4 to 8, scale 0.5 to 2"
-    assert any("merged with updates" in line for line in report.lines())
+    assert any("merged with an adapter" in line for line in report.lines())
     assert {hf_name(n) for n in updates} == set(report.derived["tensors"])
 
 

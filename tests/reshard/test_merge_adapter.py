@@ -191,7 +191,7 @@ def test_the_command_says_what_it_will_merge(base: Path, capsys: Any, tmp_path: 
     call += ["--adapter", str(base / "adapter"), "--dry-run"]
     assert main(call) == 0
     text = capsys.readouterr().out
-    for words in ("8 weights with", "rank 4, scale 1.5", "merged with updates"):
+    for words in ("8 weights with", "rank 4, scale 1.5", "merged with an adapter"):
         assert words in text
     assert main([*call, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -17,6 +17,7 @@ _OPERATIONS = {
     "decode": "decoded",
     "fill": "filled",
     "reduce": "averaged",
+    "merge": "merged with an adapter",
 }
 _MAX_BANDS = 400
 
