@@ -210,6 +210,13 @@ def detect_format(path: Path) -> CheckpointFormat:
             error_id="source-not-found",
         )
     names = Files().names(path) if stat.S_ISDIR(status.st_mode) else None
+    if names is not None and {"config.json", "data", "db"} <= set(names):  # not one of a model
+        raise FormatError(
+            "it is not a checkpoint: config.json, data/ and db/ are those of Retro's training data",
+            file=path,
+            hint="RetroProject of megtool.data.retro.project reads it, from Python",
+            error_id="not-a-checkpoint",
+        )
     for checkpoint_format in FORMATS:
         if checkpoint_format.may_match(names) and checkpoint_format.detect(path):
             return checkpoint_format

@@ -100,3 +100,12 @@ def test_opening_a_folder_loads_the_modules_it_may_need_alone(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["hf"]
+
+
+def test_training_data_of_retro_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    """It has a config.json, as folders of Hugging Face have."""
+    for name in ("data", "db", "query"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with raises(FormatError, file=tmp_path, hint="RetroProject", id="not-a-checkpoint"):
+        open_checkpoint(tmp_path)
