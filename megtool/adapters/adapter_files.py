@@ -71,7 +71,7 @@ def plan_bridge_files(
         parts[int(catalogue.extents.file[row])].append((int(located.offset[row]), tensor))
     return [
         *(
-            AdapterFile(name=file.path, num_bytes=file.size, parts=of_file)
+            AdapterFile(name=file.path, num_bytes=file.size, parts=_fill_gaps(of_file))
             for file, of_file in zip(catalogue.files, parts, strict=True)
         ),
         *(_whole(name, data) for name, data in planned.iter_small_files()),
@@ -95,6 +95,18 @@ def write_files(stage: CheckpointStage, planned: Sequence[AdapterFile]) -> None:
                 stage.files.pwrite_all(fd, data if isinstance(data, bytes) else _raw(data), offset)
         finally:
             stage.files.close(fd)
+
+
+def _fill_gaps(parts: Sequence[tuple[int, bytes | Tensor]]) -> list[tuple[int, bytes | Tensor]]:
+    """The parts in their order, with zeros between them, which a store needs."""
+    out: list[tuple[int, bytes | Tensor]] = []
+    end = 0
+    for offset, data in sorted(parts, key=lambda part: part[0]):
+        if offset > end:
+            out.append((end, bytes(offset - end)))
+        out.append((offset, data))
+        end = offset + (len(data) if isinstance(data, bytes) else data.nbytes)
+    return out
 
 
 def _whole(name: str, data: bytes) -> AdapterFile:

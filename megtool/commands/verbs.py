@@ -329,8 +329,7 @@ BY_API = {verb.api: verb for verb in VERBS}
 BY_COMMAND = {verb.command: verb for verb in VERBS}
 
 GROUPS = {
-    "adapter": "Adapters (LoRA) of PEFT and Megatron-Bridge: inspect them, convert them into one "
-    "another.",
+    "adapter": "Adapters (LoRA) of PEFT, Megatron-Bridge and ModelOpt: inspect and convert them.",
     "recipe": "Read quantization recipes: the shipped ones, and what one would make of a model.",
     "amax": "FP8 scaling in a checkpoint: inspect it, fix it, derive static scales from it.",
 }

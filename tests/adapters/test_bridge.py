@@ -68,6 +68,16 @@ def test_updates_are_those_that_megatron_bridge_computes(saved: Path) -> None:
     torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=1e-3)
 
 
+def test_experts_have_an_adapter_each(bridge: Path, tmp_path: Path) -> None:
+    run(bridge, "save", tmp_path, kind="LoRA", experts=4, peft={"dim": 4, "alpha": 6})
+    source = open_source(tmp_path / "base")
+    updates = read_adapter(tmp_path / "adapter").updates(source.config, None)
+    assert len(updates) == 4 * (4 + 3 * 4)
+    ours = decoder_logits(tmp_path / "base", updates, bridge_world.TOKENS)
+    wanted = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=1e-3)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_megatron_bridge_loads_what_became_of_its_adapter(
     tp: int, bridge: Path, saved: Path, tmp_path: Path

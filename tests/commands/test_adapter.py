@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,20 @@ def test_names_of_peft_need_a_family(adapter: Path, base: Path, tmp_path: Path) 
         tmp_path / "bridge", tmp_path / "x", to="peft", base=plain, family="llama"
     )
     assert read_adapter(tmp_path / "x").form == "peft"
+
+
+@pytest.mark.parametrize("to", ["peft", "bridge"])
+def test_an_adapter_in_a_store(to: str, adapter: Path, base: Path) -> None:
+    place = f"memory://adapters/{secrets.token_hex(4)}"
+    megtool.convert_adapter(adapter, place, to=to, base=base)
+    assert megtool.inspect_adapter(place).form == to
+    source = open_source(base)
+    assert source.model is not None
+    family = source.model.family
+    ours = read_adapter(place).updates(source.config, family)
+    wanted = read_adapter(adapter).updates(source.config, family)
+    assert ours.keys() == wanted.keys()
+    for name, update in wanted.items():
+        delta = update.up[:, :].double() @ update.down[:, :].double() * update.scale
+        other = ours[name].up[:, :].double() @ ours[name].down[:, :].double() * ours[name].scale
+        torch.testing.assert_close(other, delta, atol=1e-12, rtol=1e-12)

@@ -9,7 +9,7 @@ from typing import Literal
 from megtool.options.field import REQUIRED, Options, argument, option
 from megtool.options.groups import INPUT, OUTPUT, OutputOptions, SourceOptions
 
-ADAPTER = "An adapter: PEFT's folder, or a checkpoint of Megatron-Bridge with adapters."
+ADAPTER = "An adapter: a folder of PEFT, or a checkpoint of Megatron-Bridge or ModelOpt."
 
 
 @dataclass(frozen=True, kw_only=True)

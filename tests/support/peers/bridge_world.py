@@ -55,8 +55,10 @@ def import_adapters() -> dict[str, Any]:
     from megatron.bridge.peft import utils
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
     from megatron.bridge.peft.lora import LoRA
+    from megatron.core.transformer.moe import moe_utils
 
     utils.HAVE_TE = False  # megatron-core has placeholders of its layers
+    moe_utils.te_general_gemm = None
     return {"LoRA": LoRA, "CanonicalLoRA": CanonicalLoRA}
 
 
@@ -103,7 +105,9 @@ def logits(model: Any) -> torch.Tensor:
         return gather_from_tensor_model_parallel_region(model(TOKENS, positions, mask))
 
 
-def save_tensors(rank: int, into: Path, state: dict[str, Any], tp: int) -> None:
+def save_tensors(
+    rank: int, into: Path, state: dict[str, Any], tp: int, experts: int | None
+) -> None:
     from megatron.core import dist_checkpointing
 
     if rank == 0:
@@ -128,6 +132,9 @@ def save_tensors(rank: int, into: Path, state: dict[str, Any], tp: int) -> None:
         transformer_impl="local",
         tensor_model_parallel_size=tp,
         params_dtype=torch.float32,
+        num_experts=experts,
+        moe_ffn_hidden_size=24 if experts else None,
+        moe_router_topk=2,
     )
     common = {"iteration": ITERATION, "args": args, "checkpoint_version": 3.0}
     dist_checkpointing.save({"model": state, **common}, str(into))
@@ -146,8 +153,8 @@ def save(
     rank: int, folder: Path, chunk: Any, adapters: dict[str, Any], options: dict[str, Any]
 ) -> None:
     WORLD["fill"]({"model": chunk.sharded_state_dict()})
-    tp, name = options.get("tp", 1), f"iter_{ITERATION:07d}"
-    save_tensors(rank, folder / "base" / name, chunk.sharded_state_dict(), tp)
+    tp, experts, name = options.get("tp", 1), options.get("experts"), f"iter_{ITERATION:07d}"
+    save_tensors(rank, folder / "base" / name, chunk.sharded_state_dict(), tp, experts)
     model, settings = adapted(chunk, adapters, options)
     for n, (key, parameter) in enumerate(model.named_parameters()):
         if ".adapter." in key:
@@ -155,7 +162,7 @@ def save(
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     into = folder / "adapter" / name
-    save_tensors(rank, into, of_adapters(model.sharded_state_dict(), settings), tp)
+    save_tensors(rank, into, of_adapters(model.sharded_state_dict(), settings), tp, experts)
     out = logits(model)
     if rank == 0:
         torch.save(out, folder / "logits.pt")
