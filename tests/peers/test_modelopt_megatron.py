@@ -179,6 +179,23 @@ def test_modelopt_restores_what_training_saves(source: Path, tmp_path: Path, rec
     assert (original - theirs).norm() > 2 * (ours - theirs).norm()
 
 
+def test_training_goes_on_from_what_modelopt_saves(source: Path, tmp_path: Path) -> None:
+    """Its amaxes are saved again, and it restores them."""
+    plain, saved, data = tmp_path / "plain", tmp_path / "saved", save_lines(tmp_path)
+    reshard(source, plain, to="torch_dist", threads=1)
+    dump = tmp_path / "state.pt"
+    config = "FP8_DEFAULT_CFG"
+    run_modelopt(load=str(plain / "release"), quantize=config, save=str(saved), dump=str(dump))
+    options = {"qat": "source", "like": source, "bf16": True, "train_iters": 2, "lr": 1e-2}
+    tune(saved, tmp_path / "tuned", data, **options)
+    before = torch.load(dump)
+    after = restored(tmp_path / "tuned/iter_0000002", tmp_path / "after.pt")
+    amaxes = [n for n in before if n.endswith("_quantizer._amax") and "output_layer" not in n]
+    assert len(amaxes) > 8
+    assert all(torch.equal(before[n].reshape(-1), after[n].reshape(-1)) for n in amaxes)
+    assert not torch.equal(before[f"{FC2}.weight"], after[f"{FC2}.weight"])
+
+
 def fake_quantized_logits(read: QuantizedMegatronSource) -> torch.Tensor:
     """What training computes of the tokens of modelopt_world.py, with its rounding."""
     (decoder,) = load_for_training(read.source, dtype="bfloat16", threads=1)
