@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megtool.adapters.settings import read_count, read_factor
 from megtool.adapters.stacked_layers import is_stacked, unstack
 from megtool.adapters.stored_adapter import (
     AdaptedWeight,
@@ -50,6 +51,7 @@ class BridgeConfig:
     kind: str
     rank: int
     alpha: float
+    dropout: float
     normalizes_experts: bool
     tp: int
     etp: int
@@ -87,18 +89,15 @@ class BridgeConfig:
                 hint="merge it with Megatron-Bridge, and take the merged model",
                 error_id="unsupported-adapter",
             )
-        numbers = {key: peft.get(key, 32) for key in ("dim", "alpha")}
-        for key, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise FormatError(f"{key!r} is {value!r}, no number above 0", file=path)
-        tp = int(model.get("tensor_model_parallel_size") or 1)
+        tp = read_count(model, "tensor_model_parallel_size", 1, path)
         return cls(
             kind=kind,
-            rank=int(numbers["dim"]),
-            alpha=numbers["alpha"],
+            rank=read_count(peft, "dim", 32, path),
+            alpha=read_factor(peft, "alpha", 32, path),
+            dropout=read_factor(peft, "dropout", 0, path, may_be_zero=True),
             normalizes_experts=bool(peft.get("normalize_moe_lora")),
             tp=tp,
-            etp=int(model.get("expert_tensor_parallel_size") or tp),
+            etp=read_count(model, "expert_tensor_parallel_size", tp, path),
             content=peft,
         )
 
@@ -153,7 +152,7 @@ def read_bridge(catalogue: Catalogue) -> StoredAdapter:
             "class": config.kind,
             "rank": config.rank,
             "alpha": config.alpha,
-            "dropout": config.content.get("dropout") or 0.0,
+            "dropout": config.dropout,
             "target_modules": config.content.get("target_modules"),
             "base_model": None,
         },

@@ -77,7 +77,7 @@ def read_peft(path: Path) -> StoredAdapter:
         settings={
             "rank": config.rank,
             "alpha": config.alpha,
-            "dropout": config.content.get("lora_dropout") or 0.0,
+            "dropout": config.dropout,
             "target_modules": config.content.get("target_modules"),
             "base_model": config.content.get("base_model_name_or_path"),
         },

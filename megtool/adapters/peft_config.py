@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megtool.adapters.settings import read_count, read_factor
 from megtool.checkpoint.formats.auxiliary_files import check_json_size
-from megtool.checkpoint.formats.header_reader import parse_json
+from megtool.checkpoint.formats.header_reader import parse_json, short_repr
 from megtool.checkpoint.storage.files import read_file
 from megtool.errors import FormatError, MappingError
 
@@ -50,6 +51,7 @@ class PeftConfig:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     target_parameters: tuple[str, ...]
+    dropout: float
     content: Mapping[str, Any]
 
     @classmethod
@@ -66,15 +68,21 @@ class PeftConfig:
         if not isinstance(content, dict):
             raise FormatError("an adapter's configuration is no JSON object", file=path)
         _refuse_others(content, path)
+        targets = content.get("target_parameters") or []
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            raise FormatError(
+                f"'target_parameters' is {short_repr(targets)}, no list of names", file=path
+            )
         ranks, alphas = (_pattern(content, f"{name}_pattern", path) for name in ("rank", "alpha"))
         return cls(
             path=path,
-            rank=int(_number(content, "r", 8, path)),
-            alpha=_number(content, "lora_alpha", 8, path),
+            rank=read_count(content, "r", 8, path),
+            alpha=read_factor(content, "lora_alpha", 8, path),
             is_rank_stabilized=bool(content.get("use_rslora")),
-            ranks={k: int(v) for k, v in ranks.items()},
+            ranks={name: read_count(ranks, name, 8, path) for name in ranks},
             alphas=alphas,
-            target_parameters=tuple(content.get("target_parameters") or ()),
+            target_parameters=tuple(targets),
+            dropout=read_factor(content, "lora_dropout", 0, path, may_be_zero=True),
             content=content,
         )
 
@@ -124,20 +132,13 @@ def _refuse_others(content: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _number(content: Mapping[str, Any], key: str, default: float, path: Path) -> float:
-    value = content.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise FormatError(f"{key!r} is {value!r}, no number above 0", file=path)
-    return value
-
-
 def _pattern(content: Mapping[str, Any], key: str, path: Path) -> dict[str, float]:
     pattern = content.get(key) or {}
     if not isinstance(pattern, dict):
-        raise FormatError(f"{key!r} is {pattern!r}, no table of patterns", file=path)
+        raise FormatError(f"{key!r} is {short_repr(pattern)}, no table of patterns", file=path)
     for name in pattern:
         try:
             re.compile(name)
         except re.error as e:
             raise FormatError(f"the pattern {name!r} in {key!r} is invalid: {e}", file=path) from e
-    return {name: _number(pattern, name, 1, path) for name in pattern}
+    return {name: read_factor(pattern, name, -1, path) for name in pattern}

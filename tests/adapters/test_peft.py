@@ -132,7 +132,22 @@ def test_settings_that_are_not_known_are_refused(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"r": 8}, {"r": 0}, {"lora_alpha": "x"}, {"rank_pattern": {"(": 4}}]
+    "settings",
+    [
+        {"r": 8},
+        {"r": 0},
+        {"r": 4.5},
+        {"lora_alpha": "x"},
+        {"lora_alpha": 10**400},
+        {"lora_dropout": [0.1]},
+        {"rank_pattern": {"(": 4}},
+        {"rank_pattern": ["q_proj"]},
+        {"alpha_pattern": {"q_proj": None}},
+        {"alpha_pattern": {"k_proj": False}},
+        {"target_parameters": [1]},
+        {"target_parameters": "experts"},
+    ],
+    ids=lambda settings: f"{settings}"[:40],
 )
 def test_a_configuration_that_is_wrong_is_refused(
     settings: dict[str, Any], base: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,32 @@ def test_an_adapter_in_a_store(to: str, adapter: Path, base: Path) -> None:
         delta = update.up[:, :].double() @ update.down[:, :].double() * update.scale
         other = ours[name].up[:, :].double() @ ours[name].down[:, :].double() * ours[name].scale
         torch.testing.assert_close(other, delta, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dim", "0"),
+        ("dim", "[8]"),
+        ("alpha", ".inf"),
+        ("alpha", ".nan"),
+        ("dropout", "-1"),
+        ("tensor_model_parallel_size", "0.5"),
+        ("tensor_model_parallel_size", "x"),
+        ("_target_", ""),
+    ],
+)
+def test_settings_of_megatron_bridge_that_are_wrong_are_refused(
+    key: str, value: str, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    megtool.convert_adapter(adapter, tmp_path / "out", to="bridge", base=base, fsync=False)
+    path = tmp_path / "out/iter_0000000/run_config.yaml"
+    text, section = path.read_text(), "megatron.bridge.peft.lora.LoRA"
+    if key == "_target_":
+        text = text.replace(f'"{section}"', '""')
+    else:
+        text = re.sub(rf"(?m)^(  {key}:).*$", rf"\g<1> {value}", text)
+    path.write_text(text)
+    with pytest.raises(FormatError) as e:
+        read_adapter(tmp_path / "out")
+    assert str(e.value.file).endswith("run_config.yaml")
