@@ -14,19 +14,21 @@ from megtool.adapters.read import read_adapter
 from megtool.errors import FormatError, MappingError
 from megtool.reshard.open_source import open_source
 from tests.support.models import moe_models
-from tests.support.models.adapted_models import add_updates, read_canonical, save_adapter
+from tests.support.models.adapted_models import (
+    ATTENTION,
+    CASES,
+    EXPERTS,
+    add_updates,
+    read_canonical,
+    read_updates,
+    save_adapter,
+)
 from tests.support.models.tiny_model import tiny_model
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def assert_merges_as_peft(base: Path, folder: Path, **settings: Any) -> None:
     model = save_adapter(base, folder / "adapter", **settings)
-    adapter = read_adapter(folder / "adapter")
-    source = open_source(base)
-    assert source.model is not None
-    updates = adapter.updates(source.config, source.model.family)
+    updates = read_updates(base, folder / "adapter")
     ours = add_updates(read_canonical(base), updates)
     model.merge_and_unload().save_pretrained(folder / "merged")
     theirs = read_canonical(folder / "merged")
@@ -36,27 +38,6 @@ def assert_merges_as_peft(base: Path, folder: Path, **settings: Any) -> None:
     assert changed == set(updates)
     for name in ours:
         torch.testing.assert_close(ours[name].float(), theirs[name], atol=1e-6, rtol=1e-5)
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama", {"target_modules": ATTENTION}),
-    "all-linear": ("llama", {"target_modules": "all-linear"}),
-    "rslora": ("llama", {"target_modules": ["q_proj", "up_proj"], "use_rslora": True}),
-    "patterns": (
-        "llama",
-        {
-            "target_modules": ATTENTION,
-            "rank_pattern": {"k_proj": 2, r"model\.layers\.1\.self_attn\.q_proj": 8},
-            "alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 3, "o_proj": 5},
-        },
-    ),
-    "one layer": ("llama", {"target_modules": ATTENTION, "layers_to_transform": [1]}),
-    "head": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
-    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
-    "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
-    "interleaved": ("gpt_neox", {"target_modules": ["query_key_value", "dense_h_to_4h"]}),
-    "transposed": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

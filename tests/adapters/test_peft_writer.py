@@ -11,22 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool.adapters.peft_writer import PeftNames, make_peft_adapter
-from megtool.adapters.read import read_adapter
 from megtool.checkpoint.transport.weight_update import WeightUpdate
 from megtool.errors import MappingError
 from megtool.reshard.open_source import open_source
 from tests.support.models import moe_models
 from tests.support.models.adapted_models import (
+    CASES,
+    EXPERTS,
     add_updates,
     load_model,
     logits,
     read_canonical,
+    read_updates,
     save_adapter,
 )
 from tests.support.models.tiny_model import tiny_model
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def write(base: Path, folder: Path, updates: dict[str, WeightUpdate], **options: Any) -> Any:
@@ -39,31 +38,6 @@ def write(base: Path, folder: Path, updates: dict[str, WeightUpdate], **options:
     save_file(dict(adapter.tensors), folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_bytes(adapter.config_file)
     return adapter
-
-
-def read_updates(base: Path, folder: Path) -> dict[str, WeightUpdate]:
-    source = open_source(base)
-    assert source.model is not None
-    return read_adapter(folder).updates(source.config, source.model.family)
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama", {"target_modules": ATTENTION}),
-    "all-linear": ("llama", {"target_modules": "all-linear"}),
-    "rslora": ("llama", {"target_modules": ["q_proj", "up_proj"], "use_rslora": True}),
-    "patterns": (
-        "llama",
-        {
-            "target_modules": ATTENTION,
-            "rank_pattern": {"k_proj": 2, r"model\.layers\.1\.self_attn\.q_proj": 8},
-            "alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 3, "o_proj": 5},
-        },
-    ),
-    "one layer": ("llama", {"target_modules": ATTENTION, "layers_to_transform": [1]}),
-    "head and embedding": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
-    "transposed": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from megtool.adapters.read import read_adapter
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.weight_update import WeightUpdate
@@ -18,6 +19,30 @@ from megtool.model.batch import Batch
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.reshard.open_source import open_source
 from megtool.train.build_model import load_for_training
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {"target_modules": ATTENTION}),
+    "all-linear": ("llama", {"target_modules": "all-linear"}),
+    "rslora": ("llama", {"target_modules": ["q_proj", "up_proj"], "use_rslora": True}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": ATTENTION,
+            "rank_pattern": {"k_proj": 2, r"model\.layers\.1\.self_attn\.q_proj": 8},
+            "alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 3, "o_proj": 5},
+        },
+    ),
+    "one layer": ("llama", {"target_modules": ATTENTION, "layers_to_transform": [1]}),
+    "head": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    "interleaved": ("gpt_neox", {"target_modules": ["query_key_value", "dense_h_to_4h"]}),
+    "transposed": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+}
+"""Families, and the settings of an adapter of each."""
 
 TOKENS = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -38,6 +63,13 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Any:
                 parameter.copy_(torch.randn(parameter.shape) * 0.1)
     model.save_pretrained(folder, save_embedding_layers=False)
     return model
+
+
+def read_updates(base: Path, folder: Path) -> dict[str, WeightUpdate]:
+    """What the adapter in a folder adds to a model."""
+    source = open_source(base)
+    assert source.model is not None
+    return read_adapter(folder).updates(source.config, source.model.family)
 
 
 def logits(model: Any) -> Tensor:
