@@ -163,6 +163,15 @@ def _adapted(
         a, b = _split_experts(a, b, num_experts)
     if embedding:  # the weight [vocabulary, hidden] gets the transpose of B A
         a, b = _transposed(b), _transposed(a)
+    if parameter is None and not config.targets(spelled):
+        raise FormatError(
+            f"the adapter has matrices for {spelled!r}, which {CONFIG_FILE} leaves out, and PEFT "
+            "would leave them out",
+            file=catalogue.root,
+            tensor=names["A"],
+            hint="target_modules, exclude_modules or layers_to_transform there belongs to another "
+            "adapter",
+        )
     is_weight = parameter is None or parameter == "weight"
     return AdaptedWeight(
         name=f"{spelled}.weight" if is_weight else named,

@@ -73,6 +73,15 @@ class PeftConfig:
             raise FormatError(
                 f"'target_parameters' is {short_repr(targets)}, no list of names", file=path
             )
+        for key in ("target_modules", "exclude_modules", "layers_pattern"):
+            _check_names(content.get(key), key, path)
+        layers = content.get("layers_to_transform")
+        if not isinstance(layers, list | int | None) or not all(
+            isinstance(n, int) for n in (layers if isinstance(layers, list) else ())
+        ):
+            raise FormatError(
+                f"'layers_to_transform' is {short_repr(layers)}, no list of numbers", file=path
+            )
         ranks, alphas = (_pattern(content, f"{name}_pattern", path) for name in ("rank", "alpha"))
         return cls(
             path=path,
@@ -95,6 +104,34 @@ class PeftConfig:
         rank = self.rank_of(module)
         alpha = _match(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
+
+    def targets(self, module: str) -> bool:
+        """Whether PEFT puts matrices on a linear module or an embedding, by its name in the model.
+
+        Source: PEFT 0.21's `check_target_module_exists` (`tuners/tuners_utils.py`).
+        """
+        names, excluded = (self.content.get(k) for k in ("target_modules", "exclude_modules"))
+        if excluded and _names(excluded, module):
+            return False
+        if names in (None, "all-linear"):  # PEFT's own choice, which it writes as names
+            return True
+        if not _names(names, module):
+            return False
+        layers = self.content.get("layers_to_transform")
+        if isinstance(names, str) or module in names or layers in (None, []):
+            return True
+        patterns = self.content.get("layers_pattern") or [r"[^.]*"]
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
+        return False
+
+
+def _names(targets: Any, module: str) -> bool:
+    """Whether a pattern, or a list of names or ends of names, is for a module."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in targets)
 
 
 def _match(patterns: Mapping[str, float], module: str, default: float) -> float:
@@ -132,13 +169,26 @@ def _refuse_others(content: Mapping[str, Any], path: Path) -> None:
         )
 
 
+def _check_names(value: Any, key: str, path: Path) -> None:
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return
+    if isinstance(value, str):
+        _check_regex(value, key, path)
+    elif value is not None:
+        raise FormatError(f"{key!r} is {short_repr(value)}, no list of names", file=path)
+
+
+def _check_regex(pattern: str, key: str, path: Path) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise FormatError(f"the pattern {pattern!r} in {key!r} is invalid: {e}", file=path) from e
+
+
 def _pattern(content: Mapping[str, Any], key: str, path: Path) -> dict[str, float]:
     pattern = content.get(key) or {}
     if not isinstance(pattern, dict):
         raise FormatError(f"{key!r} is {short_repr(pattern)}, no table of patterns", file=path)
     for name in pattern:
-        try:
-            re.compile(name)
-        except re.error as e:
-            raise FormatError(f"the pattern {name!r} in {key!r} is invalid: {e}", file=path) from e
+        _check_regex(name, key, path)
     return {name: read_factor(pattern, name, -1, path) for name in pattern}

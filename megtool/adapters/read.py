@@ -10,7 +10,7 @@ from megtool.adapters.peft import is_peft, read_peft
 from megtool.adapters.stored_adapter import StoredAdapter
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.storage.location import location
-from megtool.errors import FormatError
+from megtool.errors import FormatError, UsageError
 
 
 def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> StoredAdapter:
@@ -21,9 +21,16 @@ def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> Sto
     Raises:
         FormatError: there is no adapter, or a damaged one.
         MappingError: it is more than a low-rank update of each weight.
+        UsageError: it has no such iteration.
     """
     folder = location(path)
     if is_peft(folder):
+        if iteration is not None:
+            raise UsageError(
+                f"PEFT's adapters have no iterations, so there is no iteration {iteration}",
+                file=folder,
+                hint="leave out --iteration",
+            )
         return read_peft(folder)
     catalogue = open_checkpoint(folder, iteration=iteration)
     if is_bridge(catalogue):

@@ -168,7 +168,7 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
     """Write an adapter as `to`'s program loads it; `base` says the model it belongs to.
 
     Raises:
-        FormatError: there is no adapter, or a damaged one.
+        FormatError: there is no adapter, or a damaged one, or one with NaN or Inf.
         MappingError: it is more than a low-rank update of each weight, of another model, or has
             no place in the other format.
         DestinationError: the destination exists, or cannot be written.
@@ -181,6 +181,8 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
     )
     model, config = require_model(base, "an adapter")
     updates = adapter.updates(config, model.family)
+    for update in updates.values():
+        update.check_finite()
     if options.to == "peft":
         planned, ranks, rounded = _plan_peft(adapter, updates, base, str(options.base))
     else:

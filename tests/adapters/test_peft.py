@@ -127,6 +127,11 @@ def test_settings_that_are_not_known_are_refused(
         {"alpha_pattern": {"k_proj": False}},
         {"target_parameters": [1]},
         {"target_parameters": "experts"},
+        {"target_modules": 3},
+        {"target_modules": "("},
+        {"exclude_modules": [None]},
+        {"layers_to_transform": "1"},
+        {"layers_to_transform": [1.5]},
     ],
     ids=lambda settings: f"{settings}"[:40],
 )
@@ -174,6 +179,42 @@ def test_damaged_matrices_are_refused(
         read_adapter(tmp_path)
     assert getattr(e.value, "id") == error_id  # noqa: B009
     assert tensor is None or tensor in str(getattr(e.value, "tensor"))  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": r".*\.(q|k|o)_proj"},
+        {"exclude_modules": ["v_proj"]},
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 0, "layers_pattern": "layers"},
+    ],
+)
+def test_matrices_that_peft_would_leave_out_are_refused(
+    settings: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    save_adapter(base, tmp_path / "a", target_modules=["q_proj", "v_proj"])
+    edit_config(tmp_path / "a", **settings)
+    with pytest.raises(FormatError, match="leaves out"):
+        read_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"layers_to_transform": []},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["blocks", "layers"]},
+        {"target_modules": "all-linear", "exclude_modules": "lm_head"},
+    ],
+)
+def test_modules_are_named_in_every_way_of_peft(
+    settings: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    save_adapter(base, tmp_path / "a", target_modules=["q_proj", "v_proj"])
+    edit_config(tmp_path / "a", **settings)
+    assert len(read_adapter(tmp_path / "a").weights) == 4
 
 
 def test_names_with_the_adapters_name_are_read(base: Path, tmp_path: Path) -> None:

@@ -11,11 +11,18 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import megtool
 from megtool.adapters.read import read_adapter
 from megtool.cli.app import main
-from megtool.errors import DestinationError, FormatError, MappingError, UnknownFamilyError
+from megtool.errors import (
+    DestinationError,
+    FormatError,
+    MappingError,
+    UnknownFamilyError,
+    UsageError,
+)
 from megtool.reshard.open_source import open_source
 from tests.support.models import moe_models
 from tests.support.models.adapted_models import (
@@ -233,3 +240,23 @@ def test_settings_of_megatron_bridge_that_are_wrong_are_refused(
     with pytest.raises(FormatError) as e:
         read_adapter(tmp_path / "out")
     assert str(e.value.file).endswith("run_config.yaml")
+
+
+@pytest.mark.parametrize("to", ["peft", "bridge"])
+def test_an_adapter_with_nan_is_not_converted(to: Any, base: Path, tmp_path: Path) -> None:
+    save_adapter(base, tmp_path / "a", target_modules=["v_proj"])
+    path = tmp_path / "a/adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if "layers.1" in n and "lora_A" in n)
+    tensors[name][1, 2] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(FormatError) as e:
+        megtool.convert_adapter(tmp_path / "a", tmp_path / "out", to=to, base=base)
+    assert e.value.id == "nan-weights"
+    assert e.value.tensor == name
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_peft_has_no_iterations(adapter: Path) -> None:
+    with pytest.raises(UsageError):
+        megtool.inspect_adapter(adapter, iteration="7")

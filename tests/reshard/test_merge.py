@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megtool import quantize, reshard, verify
 from megtool.checkpoint.digest import DigestMode
@@ -15,7 +16,14 @@ from megtool.checkpoint.transport import work_units
 from megtool.checkpoint.workers.identity import parse_worker
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
-from megtool.errors import CoverageError, DestinationError, MappingError, MegtoolError, UsageError
+from megtool.errors import (
+    CoverageError,
+    DestinationError,
+    FormatError,
+    MappingError,
+    MegtoolError,
+    UsageError,
+)
 from megtool.reshard.execute import ExecutionOptions
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.trained import config, write
@@ -284,6 +292,29 @@ def test_nothing_is_written_of_an_adapter_with_nan(hf: Path, tmp_path: Path) -> 
     with raises(MegtoolError, id="nan-weights"):
         merge(hf, tmp_path / "out", updates)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_of_an_adapter_whose_sums_overflow(hf: Path, tmp_path: Path) -> None:
+    updates = random_updates(hf, ["layers.1.attn.q.weight"])
+    (update,) = updates.values()
+    update.up[3, :] = 1e30
+    update.down[:, :] = 1e30
+    with raises(FormatError, update.shape[1], "float32", id="nan-weights"):
+        merge(hf, tmp_path / "out", updates)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_of_the_model_stays_nan(tmp_path: Path) -> None:
+    """It is nothing that the update made of it."""
+    hf = tiny_llama.save(tmp_path / "hf")
+    name, path = "model.layers.0.self_attn.q_proj.weight", hf / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][2, 3] = float("nan")
+    tensors[name][0, 1] = float("-inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    updates = random_updates(hf, ["layers.0.attn.q.weight"])
+    merge(hf, tmp_path / "out", updates)
+    same(tmp_path / "out", expected(hf, updates))
 
 
 def test_memory_is_that_of_the_budget(tmp_path: Path) -> None:

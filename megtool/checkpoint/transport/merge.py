@@ -42,16 +42,32 @@ class MergedTiles:
         self.overflowed = self.rounded = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
-        """Tiles of the row-major-contiguous box `lo:hi`, like `TileReader.tiles`."""
+        """Tiles of the row-major-contiguous box `lo:hi`, like `TileReader.tiles`.
+
+        Raises:
+            FormatError: a finite weight is NaN or Inf with the update.
+        """
         try:
             for a, b in split_box(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
-                total = self._reader.tile(a, b)
-                first = sum(i * s for i, s in zip(a, self._steps, strict=True))
-                with np.errstate(all="ignore"):  # weights may contain Inf and NaN
-                    self._adder.add(total.reshape(-1).view(self._kind.view), first)
+                total = self._sum(a, b)
+                if not (finite := np.isfinite(self._values(total))).all():
+                    weights = np.isfinite(self._values(self._reader.tile(a, b)))
+                    if lost := np.count_nonzero(weights & ~finite):
+                        raise self._adder.overflow(int(lost), self._kind)
+                    total = self._sum(a, b)
                 yield a, self._rounded(total)
         finally:
             self._reader.close()
+
+    def _sum(self, lo: Index, hi: Index) -> Array:
+        total = self._reader.tile(lo, hi)
+        first = sum(i * s for i, s in zip(lo, self._steps, strict=True))
+        with np.errstate(all="ignore"):  # weights may contain Inf and NaN
+            self._adder.add(self._values(total), first)
+        return total
+
+    def _values(self, total: Array) -> Array:
+        return total.reshape(-1).view(self._kind.view)
 
     def _rounded(self, total: Array) -> Array:
         if self._kind == self._target:

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.transport.strided import Array
-from megtool.dtypes import dtype
+from megtool.console import several
+from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError, MappingError
 
 if TYPE_CHECKING:
@@ -126,20 +127,41 @@ class WeightUpdate:
             FormatError: an element is NaN or Inf.
         """
         h = hashlib.sha256(repr((self.shape, self.rank, float(self.scale))).encode())
+        for part in self._finite_parts():
+            h.update(np.ascontiguousarray(part).data)
+        return h.digest()
+
+    def check_finite(self) -> None:
+        """Read both factors.
+
+        Raises:
+            FormatError: an element is NaN or Inf.
+        """
+        for _ in self._finite_parts():
+            pass
+
+    def _finite_parts(self) -> Iterator[NDArray[np.float64]]:
+        """Rows of `up`, then of `down`."""
         for factor, kind in ((self.up, "up"), (self.down, "down")):
             rows = max(1, _READ_ELEMENTS // factor.shape[1])
             for first in range(0, factor.shape[0], rows):
                 part = _as_float64(factor[first : first + rows, :])
                 if not np.isfinite(part).all():
-                    raise FormatError(
-                        f"the factor {kind!r} holds NaN or Inf",
-                        file=self.file,
-                        tensor=self.tensor,
-                        hint="an adapter of a run that diverged; take an earlier save",
-                        error_id="nan-weights",
-                    )
-                h.update(np.ascontiguousarray(part).data)
-        return h.digest()
+                    raise self._diverged(f"the factor {kind!r} holds NaN or Inf")
+                yield part
+
+    def overflow(self, count: int, kind: DType) -> FormatError:
+        """The error that the sums of `count` elements are not finite in the dtype of sums."""
+        return self._diverged(f"with the update, {several(count, 'element')} exceed {kind}")
+
+    def _diverged(self, message: str) -> FormatError:
+        return FormatError(
+            message,
+            file=self.file,
+            tensor=self.tensor,
+            hint="an adapter of a run that diverged; take an earlier save",
+            error_id="nan-weights",
+        )
 
     def _damaged(self, message: str) -> FormatError:
         return FormatError(message, file=self.file, tensor=self.tensor)
@@ -175,6 +197,10 @@ class UpdateAdder:
             shape = end_row - row, end_column - column
             box = values[start : start + shape[0] * shape[1]].reshape(shape)
             self._add_box(box, row, column)
+
+    def overflow(self, count: int, kind: DType) -> FormatError:
+        """See `WeightUpdate.overflow`."""
+        return self._update.overflow(count, kind)
 
     def _add_box(self, box: Array, row: int, column: int) -> None:
         end_row, end_column = row + box.shape[0], column + box.shape[1]
