@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS, TRANSFORMS_KEY
 from megtool.checkpoint.formats.safetensors import INDEX
 from megtool.checkpoint.storage.files import Files
 from megtool.lint.expected import ExpectedModel
@@ -200,7 +200,7 @@ def _model_keys(value: Any) -> dict[str, Any]:
     """The keys of a config.json that describe the model itself."""
     if not isinstance(value, dict):
         return {}
-    return {k: v for k, v in value.items() if k not in QUANT_KEYS}
+    return {k: v for k, v in value.items() if k not in (*QUANT_KEYS, TRANSFORMS_KEY)}
 
 
 def _format_value(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.digest import SIDECAR, read_sidecar
+from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
 from megtool.checkpoint.formats import ARRAY_FORMATS, STATE_DICT_FORMATS, open_checkpoint
 from megtool.checkpoint.formats.auxiliary_files import check_json_size
+from megtool.checkpoint.formats.quantization_config import TRANSFORMS_KEY, transform_config
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
@@ -185,8 +186,16 @@ def open_source(
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
         pruning=sidecar.pruning if sidecar else None,
-        rotation=sidecar.rotation if sidecar else None,
+        rotation=_find_rotation(catalogue, sidecar),
     )
+
+
+def _find_rotation(catalogue: Catalogue, sidecar: Sidecar | None) -> Mapping[str, Any] | None:
+    """The record of rotations in the weights, or what config.json says of them."""
+    if sidecar is not None and sidecar.rotation is not None:
+        return sidecar.rotation
+    transforms = transform_config(catalogue.metadata)
+    return None if transforms is None else {TRANSFORMS_KEY: transforms}
 
 
 def _without_quantizers(catalogue: Catalogue, for_format: str | None) -> Catalogue:

@@ -13,7 +13,11 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import Sidecar
 from megtool.checkpoint.formats import HF_SUBFOLDER_FORMATS
 from megtool.checkpoint.formats.auxiliary_files import find_auxiliary_files
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantization_config import (
+    QUANT_FILE,
+    QUANT_KEYS,
+    TRANSFORMS_KEY,
+)
 from megtool.checkpoint.storage.files import read_file
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.families import Family
@@ -55,7 +59,8 @@ class CheckpointSource:
     on disk. `repeats` maps canonical tensors that the model has twice, and the checkpoint once, to
     the name under which they are read. `pruning` records what was left out of the
     whole model (see `width_subset`). `rotation` has the `settings` of the rotations that its
-    weights are multiplied by, and the `transform_config` of compressed-tensors that describes them.
+    weights are multiplied by, and the `transform_config` of compressed-tensors that describes them;
+    this alone if only config.json says that they are.
     """
 
     path: Path
@@ -199,7 +204,8 @@ def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str,
         {
             name: source.edited[name] if name in source.edited else read_file(path)
             for name, path in source.attachments().items()
-        }
+        },
+        source.rotation,
     )
     model = source.model
     if model is None or model.family is None:
@@ -208,7 +214,7 @@ def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str,
         files |= _make_tokenizer_files(source)
     if "config.json" not in files:
         config = {"config.json": _make_config(model, dtype)}
-        files |= _without_quantization(config)
+        files |= _without_quantization(config, source.rotation)
     elif dtype is not None:
         files["config.json"] = _set_dtype(files["config.json"], dtype)
     return files
@@ -227,8 +233,13 @@ def collect_saved_tokenizer(source: CheckpointSource) -> dict[str, bytes]:
     }
 
 
-def _without_quantization(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files without their quantization settings: what is written is not quantized."""
+def _without_quantization(
+    files: dict[str, bytes], rotation: Mapping[str, Any] | None
+) -> dict[str, bytes]:
+    """The files without their quantization settings: what is written is not quantized.
+
+    How weights are rotated stays.
+    """
     out = {name: data for name, data in files.items() if name != QUANT_FILE}
     if "config.json" not in out:
         return out
@@ -243,9 +254,12 @@ def _without_quantization(files: dict[str, bytes]) -> dict[str, bytes]:
             num_removed += isinstance(section, dict) and section.pop(key, None) is not None
         if num_removed and isinstance(section, dict):
             section.pop("expert_dtype", None)  # DeepSeek-V4's experts are in FP4
-    if num_removed:
-        if not {"dtype", "torch_dtype"} & {*value, *(text or ())}:
-            value["dtype"] = "bfloat16"
+    if num_removed and not {"dtype", "torch_dtype"} & {*value, *(text or ())}:
+        value["dtype"] = "bfloat16"
+    transforms = (rotation or {}).get(TRANSFORMS_KEY) if isinstance(value, dict) else None
+    if transforms:
+        value[TRANSFORMS_KEY] = transforms
+    if num_removed or transforms:
         out["config.json"] = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     return out
 

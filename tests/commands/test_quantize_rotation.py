@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megtool import export, finetune, lint, quantize, verify
+from megtool import export, finetune, lint, quantize, reshard, verify
 from megtool.cli.app import main
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.quant.pipeline.report import QuantizeReport
@@ -21,6 +22,8 @@ from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.quant.quantize_sizes import save_llama
 from tests.support.worlds.torchrun import torchrun
+
+PAGE = Path(__file__).parents[2] / "docs/reference/recipe-format.md"
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +193,80 @@ def test_rotated_weights_are_not_rotated_again(folder: Path, tmp_path: Path) -> 
     recipe = rotated("mxfp8", tmp_path / "r.yaml", r1="hadamard")
     with raises(MappingError, "rotated already", hint=True, id="unsupported-rotation"):
         quantize(folder, tmp_path / "out", recipe=recipe)
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model rotated by the page's recipe without formats, and made plain by a reshard."""
+    at = tmp_path_factory.mktemp("rotated plain")
+    recipe = PAGE.read_text().split('```yaml title="rotate.yaml"\n')[1].split("```")[0]
+    (at / "rotate.yaml").write_text(recipe)
+    quantize(llama, at / "kept", recipe=at / "rotate.yaml", fsync=False)
+    reshard(at / "kept", at / "plain", to="hf", fsync=False)
+    return at / "plain"
+
+
+def test_a_plain_folder_says_that_it_is_rotated(llama: Path, plain: Path, tmp_path: Path) -> None:
+    """By config.json itself, without a quantization config, which engines would stop at."""
+    from transformers import AutoModelForCausalLM
+
+    config, kept = (json.loads((p / "config.json").read_text()) for p in (plain, plain / "../kept"))
+    assert "quantization_config" not in config
+    assert list(config["transform_config"]["config_groups"]) == ["R1", "R2"]
+    assert config["transform_config"] == kept["quantization_config"]["transform_config"]
+    assert verify(llama, plain).exit_status == 0
+    tokens = torch.arange(48).view(2, 24) * 37 % 128
+    outputs = []
+    for path in (llama, plain):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        with torch.no_grad():
+            outputs.append(model(tokens).logits.float())
+    assert float((outputs[0] - outputs[1]).norm() / outputs[0].norm()) < 0.05
+    reshard(plain, tmp_path / "megatron", to="torch_dist", fsync=False)
+    reshard(tmp_path / "megatron", tmp_path / "back", to="hf", fsync=False)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert verify(llama, tmp_path / "back").exit_status == 0
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["record", "no record"])
+@pytest.mark.parametrize("name", ["kept", "plain"])
+def test_a_recipe_without_rotation_keeps_the_description(
+    llama: Path, plain: Path, tmp_path: Path, name: str, record: bool
+) -> None:
+    source = shutil.copytree(plain.parent / name, tmp_path / name)
+    if not record:
+        (source / "megtool.json").unlink()
+    out = tmp_path / "out"
+    report = quantize(source, out, recipe="int8_weight_only", fsync=False)
+    assert isinstance(report, QuantizeReport)
+    assert report.exit_status == 0, report.proof
+    config = json.loads((out / "config.json").read_text())
+    before = json.loads((plain / "config.json").read_text())
+    assert config["quantization_config"]["transform_config"] == before["transform_config"]
+    assert "transform_config" not in config
+    if record:
+        assert verify(llama, out).exit_status == 0
+    else:
+        with raises(MappingError, file=out, hint=True, id="unsupported-rotation"):
+            verify(llama, out)
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["record", "no record"])
+@pytest.mark.parametrize("name", ["kept", "plain"])
+def test_what_a_config_calls_rotated_is_not_rotated_again(
+    plain: Path, tmp_path: Path, name: str, record: bool
+) -> None:
+    """A second Hadamard matrix would undo the first."""
+    source = shutil.copytree(plain.parent / name, tmp_path / name)
+    if not record:
+        (source / "megtool.json").unlink()
+    recipes = [plain.parent / "rotate.yaml", rotated("mxfp8", tmp_path / "r.yaml", r2="hadamard")]
+    for recipe in recipes:
+        with raises(
+            *(MappingError, "rotated already"), file=source, hint=True, id="unsupported-rotation"
+        ):
+            quantize(source, tmp_path / "out", recipe=recipe)
+    assert not (tmp_path / "out").exists()
 
 
 def test_training_does_not_rotate(llama: Path, tmp_path: Path) -> None:

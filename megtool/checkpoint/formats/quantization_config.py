@@ -11,6 +11,13 @@ QUANT_FILE = "hf_quant_config.json"
 QUANT_KEYS = ("quantization_config", "compression_config")
 """The keys of config.json that describe the quantization."""
 
+TRANSFORMS_KEY = "transform_config"
+"""The key of a quantization config that describes rotations, in the form of compressed-tensors.
+
+A folder that is not quantized has it in config.json itself: engines stop at a quantization config
+without a format.
+"""
+
 
 def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """The quantization config of a folder, with a `quant_method`; None if there is none."""
@@ -28,6 +35,15 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def transform_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How a folder says that its weights are rotated; None if it does not."""
+    for section in (quantization_config(metadata), metadata.get("config")):
+        transforms = section.get(TRANSFORMS_KEY) if isinstance(section, dict) else None
+        if transforms and isinstance(transforms, dict):
+            return transforms
+    return None
+
+
 _OFFLINE_LOCATIONS = ("weight_input", "weight_output")
 """Where a rotation is in the weights already (compressed-tensors, `TransformLocation`)."""
 
@@ -37,7 +53,7 @@ def online_transforms(config: Mapping[str, Any]) -> tuple[str, ...]:
 
     What is not understood counts as one.
     """
-    transforms = config.get("transform_config")
+    transforms = config.get(TRANSFORMS_KEY)
     if not transforms:
         return ()
     groups = transforms.get("config_groups") if isinstance(transforms, dict) else None

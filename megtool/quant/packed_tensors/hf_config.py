@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool import __version__
+from megtool.checkpoint.formats.quantization_config import TRANSFORMS_KEY
 from megtool.convert.nested import tower_of
 from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS, PLAIN_ALGOS, SMOOTHED_ALGOS
 
@@ -120,7 +121,8 @@ def with_transforms(config: bytes, transforms: Mapping[str, Any]) -> bytes:
     Engines need not read it: these rotations are in the weights.
     """
     value = json.loads(config)
-    value["quantization_config"]["transform_config"] = transforms
+    value.pop(TRANSFORMS_KEY, None)  # where a folder that is not quantized has it
+    value["quantization_config"][TRANSFORMS_KEY] = transforms
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from megtool import __version__
 from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE
+from megtool.checkpoint.formats.quantization_config import QUANT_FILE, TRANSFORMS_KEY
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     INDEX,
@@ -321,7 +321,7 @@ def _plan(
     tensors += [s.tensor for s in kv_scales]
     small = {n: data for n, data in target.destination.small_files.items() if n != INDEX}
     small |= _quantization_config(decisions, modules, target, small)
-    transforms = (source.rotation or {}).get("transform_config")
+    transforms = (source.rotation or {}).get(TRANSFORMS_KEY)
     if isinstance(transforms, dict) and "config.json" in small:
         small["config.json"] = with_transforms(small["config.json"], transforms)
     destination = plan_safetensors_layout(tensors, max_shard_bytes=shard_bytes, small_files=small)

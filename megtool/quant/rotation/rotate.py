@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megtool.checkpoint.digest import SIDECAR
-from megtool.checkpoint.formats.quantization_config import quantization_config
+from megtool.checkpoint.formats.quantization_config import TRANSFORMS_KEY
 from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 from megtool.quant.recipes.rotation import RotationSettings
@@ -59,10 +59,11 @@ def as_rotated(
         FormatError: the record of the rotation is damaged.
         MappingError: it is of another model; or one is rotated, and has no record.
     """
-    if not (a.is_canonical and b.is_canonical) or _is_rotated(a) == _is_rotated(b):
+    rotated, plain = (b, a) if a.rotation is None else (a, b)
+    record = rotated.rotation
+    if not (a.is_canonical and b.is_canonical) or record is None or plain.rotation is not None:
         return a, b, None
-    rotated, plain = (a, b) if _is_rotated(a) else (b, a)
-    if rotated.rotation is None:
+    if "settings" not in record:
         raise MappingError(
             "its transform_config says that its weights are rotated, and nothing says by which "
             "matrices",
@@ -71,31 +72,25 @@ def as_rotated(
             "megtool evaluate",
             error_id="unsupported-rotation",
         )
-    settings = RotationSettings.of_record(rotated.rotation, rotated.path)
+    settings = RotationSettings.of_record(record, rotated.path)
     text = f"{plain.path} is compared as if it were rotated by {settings.describe()}"
     other = rotate(plain, settings)
     return (other, b, text) if plain is a else (a, other, text)
-
-
-def _is_rotated(source: CheckpointSource) -> bool:
-    """Whether a checkpoint says that its weights are rotated."""
-    config = quantization_config(source.catalogue.metadata) or {}
-    return source.rotation is not None or bool(config.get("transform_config"))
 
 
 def rotate(source: CheckpointSource, settings: RotationSettings) -> CheckpointSource:
     """The checkpoint as if its weights were rotated, with a record of it; no weights are read here.
 
     Raises:
-        MappingError: the model is not known, would compute something else when rotated, or has no
-            rotation of its size.
+        MappingError: the model is not known, is rotated already, would compute something else when
+            rotated, or has no rotation of its size.
     """
     config = require_model(source, "a rotation")[1]
     if source.rotation is not None:
         raise MappingError(
             "its weights are rotated already",
             file=source.path,
-            hint="leave the rotation out of the recipe, or quantize what it was made of",
+            hint="leave the rotation out of the recipe, or quantize the original",
             error_id="unsupported-rotation",
         )
     rotations = _Rotations(source, config, settings)
@@ -144,7 +139,7 @@ def rotate(source: CheckpointSource, settings: RotationSettings) -> CheckpointSo
         edited=edited,
     )
     transforms = describe_transforms(out, settings, rotations.matrices())
-    return replace(out, rotation={"settings": settings.to_json(), "transform_config": transforms})
+    return replace(out, rotation={"settings": settings.to_json(), TRANSFORMS_KEY: transforms})
 
 
 def _stored(placements: Mapping[str, Placement], name: str) -> str | None:
