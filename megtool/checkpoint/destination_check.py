@@ -14,6 +14,10 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import StorePath, is_remote
 from megtool.errors import DestinationError
 
+OVERWRITE_HINT = (
+    "choose another destination, or replace this one with --overwrite (overwrite=True in Python)"
+)
+
 
 def check_place(path: Path, *, files: Files | None = None) -> None:
     """Refuse a location where nothing can be written, whatever it is to be.
@@ -172,7 +176,7 @@ class DestinationCheck:
             self._check_replaceable(status)
             return
         if not self.overwrite:
-            hint = "choose another destination, or replace this one with --overwrite"
+            hint = OVERWRITE_HINT
             if completed:
                 hint = f"an earlier run of the same command has completed it; {hint}"
             raise DestinationError(

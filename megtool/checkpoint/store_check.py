@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megtool.checkpoint.destination_check import OVERWRITE_HINT
 from megtool.checkpoint.storage.lease import describe_holder, is_alive, read_holder
 from megtool.checkpoint.storage.location import StorePath
 from megtool.checkpoint.storage.store_probe import probe_store
@@ -161,7 +162,7 @@ def check_free(
             hint=inside if is_file else "name a new folder, or move the file away",
         )
     if not overwrite:
-        hint = "choose another destination, or replace this one with --overwrite"
+        hint = OVERWRITE_HINT
         if is_completed:
             hint = f"an earlier run of the same command has completed it; {hint}"
         raise DestinationError(

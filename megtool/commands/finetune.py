@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from megtool.train.run import RunResult
 
 _LOG = logging.getLogger(__name__)
+
+EXPORT_FOLDER = "hf"
+"""The folder in DST that `--to hf` writes."""
 
 LESS_MEMORY = (
     "a smaller --micro-batch-size or --seq-length, --recompute-granularity full, or more processes "
@@ -119,9 +122,11 @@ def _report(
     """The report of a run; rank 0 plots the loss and exports the model, too."""
     outcome, losses = result.outcome, result.losses
     plot = hf = None
+    notes: tuple[str, ...] = ()
     if groups.rank == 0:
         plot = _plot(folder, losses, result.evaluations)
         hf = _export(folder, outcome.saved_iteration, settings, progress)
+        notes = tuple(_note_export(folder, outcome.saved_iteration))
     return FinetuneReport(
         source=str(source.path),
         destination=str(folder),
@@ -149,6 +154,7 @@ def _report(
         plot=plot,
         hf=hf,
         adapter=result.saved_paths.get("adapter"),
+        notes=notes,
     )
 
 
@@ -258,7 +264,9 @@ def _export(
     """Write DST/hf if options ask for it, quantized if the run has quantizers; returns the path."""
     if settings.to != "hf" or iteration is None:
         return None
-    saved, written = folder / folder_name(iteration), folder / "hf"
+    from megtool.train.checkpointing.run_identity import RunIdentity
+
+    saved, written = folder / folder_name(iteration), folder / EXPORT_FOLDER
     execution = ExecutionOptions(overwrite=True, fsync=settings.fsync)
     if settings.keeps_quantizers:
         from megtool.export.quantized_folder import FolderOptions
@@ -272,15 +280,33 @@ def _export(
             execution=execution,
             progress=progress,
         )
-        return str(written)
-    reshard_checkpoint(
-        saved,
-        SelectionOptions(family=settings.family, like=settings.like),
-        TargetOptions(to="hf", optimizer="none", destination=written),
-        execution,
-        progress=progress,
-    )
+    else:
+        reshard_checkpoint(
+            saved,
+            SelectionOptions(family=settings.family, like=settings.like),
+            TargetOptions(to="hf", optimizer="none", destination=written),
+            execution,
+            progress=progress,
+        )
+    if identity := RunIdentity.read(folder):
+        replace(identity, exported_iteration=iteration).write(folder)
     return str(written)
+
+
+def _note_export(folder: Path, iteration: int | None) -> Iterator[str]:
+    """A note if DST/hf was not written from the newest iteration."""
+    from megtool.train.checkpointing.run_identity import RunIdentity
+
+    if iteration is None or not (folder / EXPORT_FOLDER).exists():
+        return
+    identity = RunIdentity.read(folder)
+    exported = None if identity is None else identity.exported_iteration
+    if exported != iteration:
+        which = "another iteration" if exported is None else f"iteration {exported:,}"
+        yield (
+            f"{EXPORT_FOLDER}/ is of {which}, and the newest is {iteration:,}: "
+            "--to hf writes it again"
+        )
 
 
 def _layout_sizes(layout: ParallelConfig) -> dict[str, int]:

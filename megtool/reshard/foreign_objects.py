@@ -44,16 +44,20 @@ class ForeignObject:
     """An object, an extra state in a tensor, a part of the common state or a small file that must
     not be written.
 
-    `globals` are the names that are not allowed, or what else is wrong with it.
+    `globals` are the names that are not allowed, or what else is wrong with it. One that
+    `is_truncated` is a damaged file, and not known to be hostile.
     """
 
     name: str
     file: str
     globals: tuple[str, ...]
+    is_truncated: bool = False
 
     @property
     def text(self) -> str:
         """Why it is foreign."""
+        if self.is_truncated:
+            return f"is damaged: {listed(self.globals)}"
         if all(map(_IS_NAME.fullmatch, self.globals)):
             return f"names {listed(self.globals)}, which no checkpoint needs"
         return f"holds what cannot be copied: {listed(self.globals)}"
@@ -159,8 +163,15 @@ def _without_targets(side: TargetView, dropped: Sequence[tuple[str, str]]) -> Ta
 def _refuse(foreign: Sequence[ForeignObject], *, drop: bool) -> None:
     """Refuse foreign objects, or with `drop` say that they are left out."""
     if foreign and not drop:
-        first = foreign[0]
+        first = next((f for f in foreign if not f.is_truncated), foreign[0])
         more = f" and {len(foreign) - 1} more objects" if len(foreign) > 1 else ""
+        if first.is_truncated:
+            raise FormatError(
+                f"not copied, because it cannot be read: {first.name} {first.text}{more}",
+                file=first.file,
+                hint="copy the file again from where it was saved; --drop-objects leaves it out",
+                error_id="truncated-file",
+            )
         raise FormatError(
             f"not copied, because loading it could run code: {first.name} {first.text}{more}",
             file=first.file,
@@ -278,6 +289,7 @@ def _check_files(catalogue: Catalogue) -> tuple[dict[str, bytes], list[ForeignOb
     pickles = {n: path for n, path in catalogue.auxiliary_files.items() if has_pickles(n)}
     problems_by_file = find_item_problems(pickles)
     for name, path in pickles.items():
+        is_truncated = False
         if name in problems_by_file:
             problems = problems_by_file[name]
         elif is_pickle_file(path):
@@ -286,8 +298,13 @@ def _check_files(catalogue: Catalogue) -> tuple[dict[str, bytes], list[ForeignOb
                 continue
             except (FormatError, ValueError, TypeError) as e:
                 problems = (e.message if isinstance(e, FormatError) else str(e),)
+                is_truncated = isinstance(e, FormatError) and e.id == "truncated-file"
         else:
             continue
         if problems:
-            foreign.append(ForeignObject(name=name, file=str(path), globals=problems))
+            foreign.append(
+                ForeignObject(
+                    name=name, file=str(path), globals=problems, is_truncated=is_truncated
+                )
+            )
     return edited, foreign

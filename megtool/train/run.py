@@ -155,6 +155,7 @@ class TrainRun:
                     )
                 )
             )
+            identity = identity.continued(previous, state.iteration)
             claim_folder(folder, settings, self.checkpoint, identity, groups.rank)
             log = stack.enter_context(
                 RunLog(

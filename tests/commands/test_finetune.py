@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 
@@ -96,6 +97,29 @@ def test_the_model_is_exported_and_transformers_gives_the_same_loss(model, data,
         ids = torch.tensor([tokens])
         expected = theirs(ids, labels=ids).loss.item()
     assert ours.to_json()["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_note_says_which_iteration_an_older_export_is_of(model, data, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert not tune(model, out, data, train_iters=1, to="hf").notes
+    exported = (out / "hf/model.safetensors").read_bytes()
+    for _ in range(2):  # also where nothing is left to train
+        report = tune(model, out, data, train_iters=2)
+        (note,) = report.notes
+        assert "hf/ is of iteration 1" in note
+        assert "--to hf" in note
+        assert any(note in line for line in report.lines())
+        assert report.to_json()["hf"] is None
+    assert (out / "hf/model.safetensors").read_bytes() == exported
+    assert not tune(model, out, data, train_iters=2, to="hf").notes
+    assert (out / "hf/model.safetensors").read_bytes() != exported
+    assert not tune(model, out, data, train_iters=2).notes
+    shutil.rmtree(out / "iter_0000002")
+    (out / "latest_checkpointed_iteration.txt").write_text("1")
+    (note,) = tune(model, out, data, train_iters=2, lr=2e-3).notes  # other weights of iteration 2
+    assert "another iteration" in note
+    shutil.rmtree(out / "hf")
+    assert not tune(model, out, data, train_iters=2).notes
 
 
 def test_a_plan_with_context_parallelism_shares_rows_and_optimizer_state(

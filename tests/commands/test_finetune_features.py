@@ -181,7 +181,7 @@ def test_a_teacher_with_another_tokenizer_is_learned_from(
     for path in (tmp_path / "bare/release/hf").glob("tokenizer*"):
         path.unlink()
     more |= {"teacher": tmp_path / "bare", "distill_loss": loss}
-    with raises(FormatError, id="no-tokenizer"):
+    with raises(FormatError, id="no-tokenizer", file=tmp_path / "bare", hint="--teacher-tokenizer"):
         tune(model, tmp_path / "bad", data, **more)
     tune(model, tmp_path / "same", data, **more, teacher_tokenizer=teacher)
     assert [x[1] for x in curve(tmp_path / "same")] == losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,42 @@ def test_what_has_no_quantizers_is_refused(llama: Path, data: Path, tmp_path: Pa
     with raises(FormatError, "lie across several weights"):
         tune(blocks, tmp_path / "x", data, qat="source")
     assert not (tmp_path / "x").exists()
+
+
+def test_the_state_of_modelopt_is_written_again(llama: Path, data: Path, tmp_path: Path) -> None:
+    """From the states of modules, where its folder is lost; a damaged file is called damaged."""
+    source = quantized(llama, tmp_path / "source", "fp8")
+    state = source / "release/modelopt_state/common.pt"
+    sound = state.read_bytes()
+    more = {"qat": "source", "train_iters": 1}
+    for damage in (sound[: len(sound) // 2], sound[:-1], b""):
+        state.write_bytes(damage)
+        with raises(
+            FormatError, "damaged", id="truncated-file", file=state, hint="copy the file again"
+        ):
+            tune(source, tmp_path / "x", data, **more)
+        assert not (tmp_path / "x").exists()
+    tune(source, tmp_path / "dropped", data, **more, drop_objects=True)
+    shutil.rmtree(state.parent)
+    tune(source, tmp_path / "lost", data, **more)
+    assert curve(tmp_path / "lost") == curve(tmp_path / "dropped")
+    for name in ("dropped", "lost"):
+        written = tmp_path / name / "iter_0000001"
+        assert (written / "modelopt_state/common.pt").read_bytes() == sound
+        have, want = (
+            {d.module.name: d.format for d in read_quantized_megatron(p).decisions}
+            for p in (written, source)
+        )
+        assert have == want
+
+
+def test_a_note_says_that_the_folder_is_of_an_earlier_iteration(
+    llama: Path, data: Path, tmp_path: Path
+) -> None:
+    source = quantized(llama, tmp_path / "source", "int8_weight_only")
+    assert not tune(source, tmp_path / "x", data, qat="source", train_iters=1, to="hf").notes
+    (note,) = tune(source, tmp_path / "x", data, qat="source", train_iters=2).notes
+    assert "hf/ is of iteration 1" in note
 
 
 def test_a_recipe_takes_the_place_of_quantizers(

@@ -122,6 +122,8 @@ def check_pickle(data: bytes, *, file: str | Path) -> None:
                 walk.step(code, pops, start, position)
     except LookupError as e:
         raise FormatError(f"pickle is damaged at byte {start - 1}", file=file) from e
+    if not data:
+        raise FormatError("the file is empty", file=file, error_id="truncated-file")
     raise FormatError("pickle has no end", file=file)
 
 

@@ -41,6 +41,7 @@ def write_chunk_database(
     num_sampled: int | None = None,
     bert_length: BertLength | None = None,
     document_block_size: int = 100_000,
+    overwrite: bool = False,
     files: Files | None = None,
 ) -> tuple[ChunkedDataset, ...]:
     """Write `db/` and `config.json` of a project that has its `data/`; returns what was written.
@@ -52,10 +53,11 @@ def write_chunk_database(
     `bert_length` is the number of BERT tokens in a chunk's text, given its tokens; a chunk with
     none is left out, as in Megatron. Without it, chunks count their own tokens, and all are in.
     `num_sampled` chunks, shared out by weight, are in the part that an index is trained on (by
-    default all). `db/` appears by one rename; memory holds one block of documents.
+    default all). `db/` appears by one rename; memory holds one block of documents. With `overwrite`
+    it replaces the one that is there, and `config.json` names the neighbors of `settings` alone.
 
     Raises:
-        DestinationError: the project has a database.
+        DestinationError: the project has a database, and not `overwrite`.
         FormatError: a data set is missing or damaged, or a document has several sequences.
         UsageError: more chunks are to be sampled than there are.
     """
@@ -76,6 +78,7 @@ def write_chunk_database(
         project / DATABASE,
         files=files or Files(),
         fingerprint=hashlib.sha256(facts.encode()).hexdigest(),
+        overwrite=overwrite,
     ) as staging:
         infos, paths = [], []
         for (ratio, prefix), dataset in zip(settings.data, datasets, strict=True):

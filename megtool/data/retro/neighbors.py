@@ -94,6 +94,7 @@ def write_neighbors(
     neighbors: NDArray[np.integer[Any]],
     *,
     folder: str | None = None,
+    overwrite: bool = False,
     files: Files | None = None,
 ) -> Path:
     """Write the neighbors of a split's chunks into a project, and name them in `config.json`.
@@ -105,7 +106,7 @@ def write_neighbors(
     by default it is the one that `config.json` has, or the split. Returns the folder.
 
     Raises:
-        DestinationError: the folder exists.
+        DestinationError: the folder exists, and not `overwrite`.
         FormatError: the project has no database.
         UsageError: numbers that the database does not have, or chunks that are not whole samples.
     """
@@ -134,6 +135,7 @@ def write_neighbors(
         project / QUERY / name,
         files=files or Files(),
         fingerprint=hashlib.sha256(facts.encode()).hexdigest(),
+        overwrite=overwrite,
     ) as staging:
         for block in plan_blocks(Path(), len(neighbors), settings.block_size):
             rows = np.asarray(neighbors[block.begin : block.end]).astype("<i8")

@@ -92,6 +92,7 @@ class RunIdentity:
     `curve` holds options that change the loss curve; a resumed run may have others. `source` is a
     fingerprint of the weights it started from, `names` are the names of the data. With
     `is_model_frozen` a resumed run reads the model's weights from SRC, which must be the same.
+    `exported_iteration` is the iteration that `hf/` was last written from; None if it is not known.
     """
 
     model: Mapping[str, Any]
@@ -101,6 +102,7 @@ class RunIdentity:
     source: str = ""
     names: tuple[str, ...] = ()
     is_model_frozen: bool = False
+    exported_iteration: int | None = None
 
     @classmethod
     def from_config(
@@ -160,9 +162,21 @@ class RunIdentity:
             return None
         try:
             content = json.loads(data)
-            return cls(**(content | {"names": tuple(content.get("names", ()))}))
+            exported = content.get("exported_iteration")
+            return cls(
+                **content
+                | {"names": tuple(content.get("names", ()))}
+                | {"exported_iteration": exported if isinstance(exported, int) else None}
+            )
         except (ValueError, TypeError) as e:
             raise FormatError("the file does not hold the identity of a run", file=path) from e
+
+    def continued(self, previous: RunIdentity | None, iteration: int) -> RunIdentity:
+        """This one with what stays known of the run in the folder, which goes on at `iteration`."""
+        exported = None if previous is None else previous.exported_iteration
+        if exported is not None and exported > iteration:
+            exported = None  # the run gets to that iteration again
+        return replace(self, exported_iteration=exported)
 
     def find_changes(self, previous: RunIdentity, folder: Path) -> list[str]:
         """Compare it with that of the run in the folder; returns changes that are allowed.

@@ -26,7 +26,7 @@ from megtool.config import ParallelConfig
 from megtool.console import Progress
 from megtool.convert.sharding import check_layout
 from megtool.data.token_alignment import TokenAligner, TokenBytes
-from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.kernels.lm_head import bend
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -492,11 +492,13 @@ def check_between_vocabularies(layout: ParallelConfig, hidden_weight: float) -> 
 def _read_vocabularies(
     settings: TrainConfig, source: CheckpointSource, teacher: CheckpointSource
 ) -> VocabularyPair:
-    return VocabularyPair(
-        own=TokenBytes(source.tokenizer(settings.tokenizer)),
-        taught=TokenBytes(teacher.tokenizer(settings.teacher_tokenizer)),
-        loss=settings.distill_loss,
-    )
+    own = TokenBytes(source.tokenizer(settings.tokenizer))
+    try:
+        taught = TokenBytes(teacher.tokenizer(settings.teacher_tokenizer))
+    except MegtoolError as e:  # its hint names the option for the tokenizer of the one model
+        e.hint = e.hint and e.hint.replace("--tokenizer", "--teacher-tokenizer")
+        raise
+    return VocabularyPair(own=own, taught=taught, loss=settings.distill_loss)
 
 
 def _load_teacher(

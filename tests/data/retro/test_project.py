@@ -116,6 +116,29 @@ def test_config_is_kept_and_completed(project: Path) -> None:
     assert sorted(f.name for f in project.rglob(".*")) == []
 
 
+def test_what_is_there_is_replaced_only_on_request(project: Path) -> None:
+    how = {"end_of_document": END_OF_DOCUMENT}
+    numbers = np.zeros((4, 1), np.int32)
+    for folder, write in (
+        ("db", lambda **more: write_chunk_database(project, SETTINGS, **how, **more)),
+        ("query/train", lambda **more: write_neighbors(project, "train", numbers, **more)),
+    ):
+        place = project / folder
+        with raises(DestinationError, id="destination-exists", file=place, hint="overwrite=True"):
+            write()
+        write(overwrite=True)
+    opened = RetroProject(project, **how)
+    assert len(opened.samples("train", num_neighbors=1)) == 1
+    assert sorted(f.name for f in project.rglob(".*")) == []
+
+
+def test_a_new_database_has_no_neighbors(project: Path) -> None:
+    """Those of another one would name other chunks."""
+    longer = replace(SETTINGS, chunk_length=16)
+    write_chunk_database(project, longer, end_of_document=END_OF_DOCUMENT, overwrite=True)
+    assert RetroSettings.read(project).neighbor_folders == {}
+
+
 def rewrite(file: str, name: str, change: Callable[[np.ndarray], np.ndarray]) -> object:
     """Damage that replaces an array."""
 
