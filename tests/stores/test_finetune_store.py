@@ -81,9 +81,10 @@ def test_a_run_resumes_from_a_store(
     model: Path, data: Path, tmp_path: Path, store: CountedStore
 ) -> None:
     tune(model, tmp_path / "ref", data, train_iters=4)
-    tune(model, f"{URL}/out", data, train_iters=4, exit_duration_in_mins=1e-9)
+    tune(model, f"{URL}/out", data, train_iters=4, exit_duration_in_mins=1e-9, to="hf")
     report = tune(model, f"{URL}/out", data, train_iters=4)
     assert report.start_iteration == 1
+    assert ["hf/ is of iteration 1" in note for note in report.notes] == [True]
     here = losses((tmp_path / "ref/log.jsonl").read_bytes())
     assert losses(store.objects("out")["log.jsonl"]) == here
 
