@@ -146,6 +146,7 @@ def open_source(
         if options.family or options.like:
             raise
         reason = e
+    rotation = _find_rotation(catalogue, sidecar, None if model is fallback else model, options)
     if model is not None and has_own_head(catalogue, model):
         _LOG.info("the output layer is not the embedding, though config.json ties them: both stay")
         model = replace(model, config=replace(model.config, tied_embeddings=False))
@@ -186,15 +187,22 @@ def open_source(
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
         pruning=sidecar.pruning if sidecar else None,
-        rotation=_find_rotation(catalogue, sidecar),
+        rotation=rotation,
     )
 
 
-def _find_rotation(catalogue: Catalogue, sidecar: Sidecar | None) -> Mapping[str, Any] | None:
-    """The record of rotations in the weights, or what config.json says of them."""
+def _find_rotation(
+    catalogue: Catalogue,
+    sidecar: Sidecar | None,
+    own: ModelIdentity | None,
+    options: SourceOptions,
+) -> Mapping[str, Any] | None:
+    """The record of rotations in the weights, or what the checkpoint's config.json says of them."""
     if sidecar is not None and sidecar.rotation is not None:
         return sidecar.rotation
     transforms = transform_config(catalogue.metadata)
+    if transforms is None and own is not None and options.like is None:
+        transforms = transform_config({"config": own.hf_config})
     return None if transforms is None else {TRANSFORMS_KEY: transforms}
 
 

@@ -238,7 +238,7 @@ def _without_quantization(
 ) -> dict[str, bytes]:
     """The files without their quantization settings: what is written is not quantized.
 
-    How weights are rotated stays.
+    Of rotations they have what `rotation` says.
     """
     out = {name: data for name, data in files.items() if name != QUANT_FILE}
     if "config.json" not in out:
@@ -256,10 +256,12 @@ def _without_quantization(
             section.pop("expert_dtype", None)  # DeepSeek-V4's experts are in FP4
     if num_removed and not {"dtype", "torch_dtype"} & {*value, *(text or ())}:
         value["dtype"] = "bfloat16"
-    transforms = (rotation or {}).get(TRANSFORMS_KEY) if isinstance(value, dict) else None
-    if transforms:
-        value[TRANSFORMS_KEY] = transforms
-    if num_removed or transforms:
+    transforms = (rotation or {}).get(TRANSFORMS_KEY)
+    is_described = not isinstance(value, dict) or value.get(TRANSFORMS_KEY) == transforms
+    if not is_described:  # --like may be of another rotation
+        value.pop(TRANSFORMS_KEY, None)
+        value |= {TRANSFORMS_KEY: transforms} if transforms else {}
+    if num_removed or not is_described:
         out["config.json"] = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     return out
 

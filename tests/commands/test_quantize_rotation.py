@@ -251,6 +251,23 @@ def test_a_recipe_without_rotation_keeps_the_description(
             verify(llama, out)
 
 
+def test_a_megatron_checkpoint_says_it_by_its_config(
+    llama: Path, plain: Path, tmp_path: Path
+) -> None:
+    """Without the record too; another model's config.json says nothing of these weights."""
+    reshard(plain, tmp_path / "megatron", to="torch_dist", fsync=False)
+    (record,) = (tmp_path / "megatron").rglob("megtool.json")
+    record.unlink()
+    recipe = plain.parent / "rotate.yaml"
+    with raises(MappingError, "rotated already", hint=True, id="unsupported-rotation"):
+        quantize(tmp_path / "megatron", tmp_path / "out", recipe=recipe)
+    reshard(tmp_path / "megatron", tmp_path / "back", to="hf", fsync=False)
+    assert "transform_config" in json.loads((tmp_path / "back/config.json").read_text())
+    reshard(llama, tmp_path / "original", to="torch_dist", fsync=False)
+    reshard(tmp_path / "original", tmp_path / "like", to="hf", like=plain, fsync=False)
+    assert "transform_config" not in json.loads((tmp_path / "like/config.json").read_text())
+
+
 @pytest.mark.parametrize("record", [True, False], ids=["record", "no record"])
 @pytest.mark.parametrize("name", ["kept", "plain"])
 def test_what_a_config_calls_rotated_is_not_rotated_again(
