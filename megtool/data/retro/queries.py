@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -162,5 +162,8 @@ def _digest(text: str) -> str:
 
 def _match(path: str, prefixes: Sequence[str]) -> int | None:
     """The number of the prefix that a data set's path ends with; the longest of several."""
-    fitting = [p for p in prefixes if Path(path).parts[-len(Path(p).parts) :] == Path(p).parts]
+    parts = PurePosixPath(path).parts
+    fitting = [
+        p for p in prefixes if parts[-len(PurePosixPath(p).parts) :] == PurePosixPath(p).parts
+    ]
     return prefixes.index(max(fitting, key=len)) if fitting else None
