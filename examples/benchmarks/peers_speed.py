@@ -10,6 +10,7 @@ import json
 import shutil
 import statistics
 from pathlib import Path
+from typing import Any
 
 from bench.race import Entrant, Result, race, run_job
 from bench.synthetic import Synthetic, llama, shapes
@@ -70,34 +71,33 @@ def against_dcp(table: Table, root: Path, given: argparse.Namespace) -> None:
 
 
 def against_transformers(table: Table, root: Path, given: argparse.Namespace) -> None:
-    """A folder is written again in other shards: neither side flushes to the disk."""
+    """A folder is written again in other shards."""
     made = llama(root / "hf", given.gib)
-    shard = {"max_shard_size": f"{made.num_bytes // 4000}KB"}
-    ideal = 2 * made.num_bytes
+    options = {"max_shard_size": f"{made.num_bytes // 4000}KB"}
     name = "transformers from_pretrained + save_pretrained: HF → HF"
-    entrants = [Entrant(name=name, kind="transformers", options=shard, ideal_bytes=ideal)]
-    for threads in (1, 2):
-        options = {**shard, "to": "hf", "threads": threads, "fsync": False}
-        entrants.append(Entrant(name="megtool", options=options, ideal_bytes=ideal))
-    peer, *ours = race(entrants, made.folder, root / "scratch", rounds=given.rounds, fsync=False)
-    for result in ours:
-        duel(table, peer, result)
-    shutil.rmtree(made.folder)
+    rewrite(table, made, {"name": name, "kind": "transformers", "options": options}, root, given)
 
 
 def against_peft(table: Table, root: Path, given: argparse.Namespace) -> None:
     """An adapter of all linear modules is merged into a folder, which is written again."""
     made = llama(root / "hf", given.gib, finite=True)
-    adapter = {"adapter": str(write_adapter(made, root / "adapter"))}
-    ideal = 2 * made.num_bytes
+    options = {"adapter": str(write_adapter(made, root / "adapter"))}
     name = f"PEFT merge_and_unload + save_pretrained, rank {LORA_RANK}: HF → HF"
-    entrants = [Entrant(name=name, kind="peft", options=adapter, ideal_bytes=ideal)]
+    rewrite(table, made, {"name": name, "kind": "peft", "options": options}, root, given)
+
+
+def rewrite(
+    table: Table, made: Synthetic, peer: dict[str, Any], root: Path, given: argparse.Namespace
+) -> None:
+    """A peer writes a folder again, and so do we with its options; neither flushes to the disk."""
+    ideal = 2 * made.num_bytes
+    entrants = [Entrant(**peer, ideal_bytes=ideal)]
     for threads in (1, 2):
-        options = {**adapter, "to": "hf", "threads": threads, "fsync": False}
+        options = {**peer["options"], "to": "hf", "threads": threads, "fsync": False}
         entrants.append(Entrant(name="megtool", options=options, ideal_bytes=ideal))
-    peer, *ours = race(entrants, made.folder, root / "scratch", rounds=given.rounds, fsync=False)
+    first, *ours = race(entrants, made.folder, root / "scratch", rounds=given.rounds, fsync=False)
     for result in ours:
-        duel(table, peer, result)
+        duel(table, first, result)
     shutil.rmtree(made.folder)
 
 
