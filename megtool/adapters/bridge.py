@@ -24,15 +24,17 @@ from megtool.adapters.stored_adapter import (
     AdaptedWeight,
     LazyMatrix,
     StoredAdapter,
+    foreign_tensors,
     open_matrix,
     resolve_weight,
+    unpaired_matrix,
 )
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plain_yaml import read_yaml
 from megtool.checkpoint.storage.files import Files
 from megtool.convert.megatron import split_state
-from megtool.errors import FormatError, MappingError, listed
+from megtool.errors import FormatError, MappingError
 
 CONFIG_FILE = "run_config.yaml"
 MARK = ".adapter."
@@ -131,13 +133,7 @@ def read_bridge(catalogue: Catalogue) -> StoredAdapter:
         key = match["weight"], match["part"]
         pairs.setdefault(key, {})[match["side"] + (match["mixer"] or "")] = tensor.name
     if others:
-        raise MappingError(
-            f"the adapter has tensors that are no matrices of LoRA: {listed(others)}",
-            file=catalogue.root,
-            tensor=others[0],
-            hint="merge it with Megatron-Bridge, and take the merged model",
-            error_id="unsupported-adapter",
-        )
+        raise foreign_tensors(catalogue, others, "merge it with Megatron-Bridge")
     weights = [
         weight
         for (name, part), names in pairs.items()
@@ -171,11 +167,7 @@ def _adapted(
     """The weights of a module, one for each layer of a stack and each part of a mixer."""
     ups = {key.removeprefix("out"): n for key, n in names.items() if key != "in"}
     if "in" not in names or not ups:
-        raise FormatError(
-            "the adapter has one matrix of a pair",
-            file=catalogue.root,
-            tensor=next(iter(names.values())),
-        )
+        raise unpaired_matrix(catalogue, names)
     out = []
     for mixer, up_name in ups.items():
         down = open_matrix(catalogue, names["in"], files)

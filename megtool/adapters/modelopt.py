@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megtool.adapters.stacked_layers import unstack
-from megtool.adapters.stored_adapter import AdaptedWeight, StoredAdapter, open_matrix
+from megtool.adapters.stored_adapter import (
+    AdaptedWeight,
+    StoredAdapter,
+    open_matrix,
+    unpaired_matrix,
+)
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.zip_reader import load_object_bytes
 from megtool.checkpoint.storage.files import Files, read_file
@@ -61,11 +66,7 @@ def read_modelopt(catalogue: Catalogue) -> StoredAdapter:
     weights: list[AdaptedWeight] = []
     for name, names in pairs.items():
         if len(names) != 2:
-            raise FormatError(
-                "the adapter has one matrix of a pair",
-                file=catalogue.root,
-                tensor=next(iter(names.values())),
-            )
+            raise unpaired_matrix(catalogue, names)
         a, b = (open_matrix(catalogue, names[side], files) for side in "ab")
         if len(a.shape) != len(b.shape) or a.shape[-2] != b.shape[-1]:
             raise FormatError(

@@ -18,8 +18,10 @@ from megtool.adapters.stored_adapter import (
     AdaptedWeight,
     LazyMatrix,
     StoredAdapter,
+    foreign_tensors,
     open_matrix,
     resolve_weight,
+    unpaired_matrix,
 )
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
 from megtool.checkpoint.catalogue import Catalogue
@@ -104,13 +106,7 @@ def _pairs(catalogue: Catalogue) -> dict[str, _Pair]:
         key = match["module"] + (_EMBEDDING if embedding else "")
         modules.setdefault(key, {})[match["matrix"]] = tensor.name
     if others:
-        raise MappingError(
-            f"the adapter has tensors that are no matrices of LoRA: {listed(others)}",
-            file=catalogue.root,
-            tensor=others[0],
-            hint="merge it with PEFT (merge_and_unload), and take the merged model",
-            error_id="unsupported-adapter",
-        )
+        raise foreign_tensors(catalogue, others, "merge it with PEFT (merge_and_unload)")
     if len(adapters) > 1:
         raise MappingError(
             f"the file has several adapters: {listed(sorted(map(str, adapters)))}",
@@ -122,10 +118,7 @@ def _pairs(catalogue: Catalogue) -> dict[str, _Pair]:
         raise FormatError("the adapter has no matrices", file=catalogue.root)
     for pair in modules.values():
         if len(pair) != 2:
-            name = next(iter(pair.values()))
-            raise FormatError(
-                "the adapter has one matrix of a pair", file=catalogue.root, tensor=name
-            )
+            raise unpaired_matrix(catalogue, pair)
     return modules
 
 

@@ -89,6 +89,26 @@ def open_matrix(catalogue: Catalogue, name: str, files: Files) -> LazyMatrix:
     return LazyMatrix(read, stored.shape, kind)
 
 
+def foreign_tensors(catalogue: Catalogue, names: Sequence[str], merge: str) -> MappingError:
+    """The error that tensors of an adapter are no matrices; `merge` says how to merge it."""
+    return MappingError(
+        f"the adapter has tensors that are no matrices of LoRA: {listed(names)}",
+        file=catalogue.root,
+        tensor=names[0],
+        hint=f"{merge}, and take the merged model",
+        error_id="unsupported-adapter",
+    )
+
+
+def unpaired_matrix(catalogue: Catalogue, names: Mapping[str, str]) -> FormatError:
+    """The error that of an A and a B, one is stored."""
+    return FormatError(
+        "the adapter has one matrix of a pair",
+        file=catalogue.root,
+        tensor=next(iter(names.values())),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeight:
     """What is added to the weight `name` of a dialect: `scale * up @ down`.

@@ -23,13 +23,13 @@ from megtool.errors import (
     UnknownFamilyError,
     UsageError,
 )
-from megtool.reshard.open_source import open_source
 from tests.support.models import moe_models
 from tests.support.models.adapted_models import (
     add_updates,
     load_model,
     logits,
     read_canonical,
+    read_updates,
     save_adapter,
 )
 from tests.support.models.tiny_model import tiny_model
@@ -52,10 +52,7 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merged(base: Path, folder: Path) -> dict[str, torch.Tensor]:
-    source = open_source(base)
-    assert source.model is not None
-    updates = read_adapter(folder).updates(source.config, source.model.family)
-    return add_updates(read_canonical(base), updates)
+    return add_updates(read_canonical(base), read_updates(base, folder))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -201,11 +198,7 @@ def test_an_adapter_in_a_store(to: str, adapter: Path, base: Path) -> None:
     place = f"memory://adapters/{secrets.token_hex(4)}"
     megtool.convert_adapter(adapter, place, to=to, base=base)
     assert megtool.inspect_adapter(place).form == to
-    source = open_source(base)
-    assert source.model is not None
-    family = source.model.family
-    ours = read_adapter(place).updates(source.config, family)
-    wanted = read_adapter(adapter).updates(source.config, family)
+    ours, wanted = read_updates(base, place), read_updates(base, adapter)
     assert ours.keys() == wanted.keys()
     for name, update in wanted.items():
         delta = update.up[:, :].double() @ update.down[:, :].double() * update.scale

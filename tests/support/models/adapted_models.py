@@ -65,7 +65,7 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Any:
     return model
 
 
-def read_updates(base: Path, folder: Path) -> dict[str, WeightUpdate]:
+def read_updates(base: Path, folder: str | Path) -> dict[str, WeightUpdate]:
     """What the adapter in a folder adds to a model."""
     source = open_source(base)
     assert source.model is not None
