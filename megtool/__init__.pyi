@@ -511,7 +511,7 @@ def reshard(
     num_experts: int | None = ...,
     average: str | Path | Sequence[str | Path] = ...,
     average_weights: str | None = ...,
-    adapter: str | Path | None = ...,
+    adapter: str | Path | Sequence[str | Path] = ...,
     to: str | None = ...,
     optimizer_format: Literal["fully_reshardable", "dp_reshardable", "legacy", "none"] | None = ...,
     amax: Literal["keep", "rebuild", "strip"] = ...,

@@ -83,7 +83,17 @@ def read_peft(path: Path) -> StoredAdapter:
             "target_modules": config.content.get("target_modules"),
             "base_model": config.content.get("base_model_name_or_path"),
         },
+        notes=_notes(config),
         resolve=_resolve,
+    )
+
+
+def _notes(config: PeftConfig) -> tuple[str, ...]:
+    if not config.unknown:
+        return ()
+    return (
+        f"{config.path} has settings that PEFT 0.21.2 does not know, and that are ignored, as it "
+        f"does: {listed(config.unknown)}",
     )
 
 

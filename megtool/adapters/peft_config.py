@@ -36,6 +36,20 @@ _REFUSED: Mapping[str, str] = {
 }
 """Settings that make more of an adapter than a low-rank update of each weight, and what."""
 
+_KNOWN = frozenset(
+    {
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode"),
+        *("base_model_name_or_path", "revision", "megatron_core", "runtime_config"),
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_parameters", "fan_in_fan_out", "bias", "init_lora_weights", "loftq_config"),
+        *("eva_config", "corda_config", "lora_ga_config", "velora_config"),
+        *("qalora_group_size", "ensure_weight_tying"),
+    }
+)
+"""Settings of PEFT 0.21.2's `LoraConfig` that are read, or add nothing to the matrices: those of
+names and releases, and of training."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
@@ -94,6 +108,12 @@ class PeftConfig:
             dropout=read_factor(content, "lora_dropout", 0, path, may_be_zero=True),
             content=content,
         )
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Settings that PEFT 0.21.2 does not know, and ignores with a warning."""
+        known = _KNOWN | _REFUSED.keys()
+        return tuple(n for n, v in self.content.items() if v and n not in known)
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's matrices, by its name in the model."""
@@ -158,7 +178,8 @@ def _refuse_others(content: Mapping[str, Any], path: Path) -> None:
         if content.get(setting):
             raise refuse(setting, reason)
     for setting, value in content.items():
-        if setting.startswith("use_") and value and setting != "use_rslora":
+        is_variant = setting.startswith("use_") or setting.endswith("_config")
+        if is_variant and value and setting not in _KNOWN:  # how PEFT names variants of LoRA
             raise refuse(setting, "what it does is not known")
     if content.get("bias", "none") != "none":
         raise refuse(f"bias {content['bias']!r}", "it replaces biases of the base model, too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from megtool.adapters.bridge import is_bridge, read_bridge
@@ -12,9 +13,11 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, UsageError
 
+_LOG = logging.getLogger(__name__)
+
 
 def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> StoredAdapter:
-    """The adapter in a folder, from headers and small files alone.
+    """The adapter in a folder, from headers and small files alone. Its notes are logged.
 
     `iteration` is one of a save folder, by default the latest.
 
@@ -23,7 +26,13 @@ def read_adapter(path: str | Path, *, iteration: int | str | None = None) -> Sto
         MappingError: it is more than a low-rank update of each weight.
         UsageError: it has no such iteration.
     """
-    folder = location(path)
+    adapter = _read(location(path), iteration)
+    for note in adapter.notes:
+        _LOG.warning("%s", note)
+    return adapter
+
+
+def _read(folder: Path, iteration: int | str | None) -> StoredAdapter:
     if is_peft(folder):
         if iteration is not None:
             raise UsageError(

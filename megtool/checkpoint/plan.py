@@ -49,7 +49,7 @@ class PlanSource:
 
     catalogue: Catalogue
     placements: Mapping[str, Placement]
-    updates: Mapping[str, WeightUpdate] = field(default_factory=dict)
+    updates: Mapping[str, Sequence[WeightUpdate]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class PlanEntry:
 
     A reduction is one entry per source, in order: the first writes the sum of all, each times its
     `share`, and the others have its number in `adds_to`, which is -1 for entries that write. A
-    merge adds `update` to the source's elements.
+    merge adds `updates` to the source's elements.
     """
 
     canonical: str
@@ -98,7 +98,7 @@ class PlanEntry:
     fill: float = 0.0
     share: float = 1.0
     adds_to: int = -1
-    update: WeightUpdate | None = None
+    updates: tuple[WeightUpdate, ...] = ()
 
     @property
     def shift(self) -> float:

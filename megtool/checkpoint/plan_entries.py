@@ -37,8 +37,8 @@ def build_entries(
             out += _reduction_entries(name, source_name, p, sources, target, shares, len(out))
         else:
             entry = _copy_entry(name, source_name, p, sources, target, refined)
-            update = sources[entry.source_index].updates.get(source_name)
-            out.append(entry if update is None else _merge_entry(entry, update, sources, target))
+            updates = sources[entry.source_index].updates.get(source_name)
+            out.append(_merge_entry(entry, updates, sources, target) if updates else entry)
     return out + [_fill_entry(f, target) for f in fills]
 
 
@@ -112,9 +112,12 @@ def _copy_entry(
 
 
 def _merge_entry(
-    entry: PlanEntry, update: WeightUpdate, sources: Sequence[PlanSource], target: Catalogue
+    entry: PlanEntry,
+    updates: Sequence[WeightUpdate],
+    sources: Sequence[PlanSource],
+    target: Catalogue,
 ) -> PlanEntry:
-    """The entry of a tensor to which an update is added.
+    """The entry of a tensor to which updates are added.
 
     Raises:
         MappingError: the sum has no meaning: of another number of elements, of integers or of
@@ -124,6 +127,7 @@ def _merge_entry(
         sources[entry.source_index].catalogue.tensors[entry.source_tensor],
         target.tensors[entry.target_tensor],
     ]
+    update = updates[0]
     coded = [t for t in kinds if not t.packing and (not t.dtype.is_float or t.dtype.itemsize == 1)]
     if coded or entry.shift or entry.target.shift or numel(entry.shape) != math.prod(update.shape):
         what = f"is of {coded[0].dtype}" if coded else f"is of view {list(entry.shape)}"
@@ -136,7 +140,7 @@ def _merge_entry(
             else "the adapter is of another model",
             error_id="foreign-adapter",
         )
-    return replace(entry, op=Op.MERGE, update=update)
+    return replace(entry, op=Op.MERGE, updates=tuple(updates))
 
 
 def _is_float_target(p: Placement, target: Catalogue) -> bool:

@@ -256,9 +256,9 @@ def _reduced_bytes(plan: ReshardPlan) -> int:
 
 
 def _adder_bytes(plan: ReshardPlan, share_bytes: int) -> int:
-    """The most memory with which one thread adds an update."""
+    """The most memory with which one thread adds the updates of a weight."""
     cache_bytes = min(UPDATE_CACHE_BYTES, max(share_bytes, MIN_BUFFER_BYTES))
-    sizes = (UpdateAdder.num_bytes(e.update, cache_bytes) for e in plan.entries if e.update)
+    sizes = (UpdateAdder.num_bytes(e.updates, cache_bytes) for e in plan.entries)
     return max(sizes, default=0)
 
 

@@ -359,7 +359,7 @@ def _fingerprint(plan: ReshardPlan, options: str) -> str:
             (entry.target_tensor, entry.fill, entry.shape, b.base, b.dims, b.mults, entry.shift),
             (entry.share, entry.adds_to),
             (a.base, a.dims, a.mults) if a else None,
-            entry.update.digest if entry.update else None,
+            sorted(update.digest for update in entry.updates),
         )
     for feed in plan.feeds:
         mix([(p.canonical, p.stored, p.shape, p.base, p.dims, p.mults) for p in feed.reads])

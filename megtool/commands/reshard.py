@@ -43,7 +43,7 @@ def reshard(
     """Write the checkpoint `source` to `destination` in another format, layout or dtype.
 
     Optimizer state in buckets is decoded, and checked against its master weights. Several
-    checkpoints are averaged in float32 and rounded once, without optimizer state. An adapter is
+    checkpoints are averaged in float32 and rounded once, without optimizer state. Adapters are
     added to the weights in float64 and rounded to float32 and the dtype to write, without optimizer
     state. FP8's delayed
     scaling state is merged over ranks. Sizes, such as `hidden_size`, leave out the parts of the
@@ -72,7 +72,7 @@ def reshard(
             ),
             average=options.average,
             weights=options.average_weights,
-            adapter=options.adapter,
+            adapters=options.adapter,
         ),
         _target_options(options),
         replace(

@@ -29,7 +29,7 @@ from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.merge import AdapterMerge, check_merge
+from megtool.reshard.merge import AdapterMerge, check_merge, collect_updates
 from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source import CheckpointSource
@@ -90,7 +90,7 @@ class ReshardJob:
 
     source: CheckpointSource
     average: Average | None
-    merge: AdapterMerge | None
+    merges: Sequence[AdapterMerge]
     target: Target
     plan: ReshardPlan
     inventory: Inventory
@@ -108,12 +108,12 @@ def plan_reshard(
     options: TargetOptions,
     execution: ExecutionOptions,
     *,
-    merge: AdapterMerge | None = None,
+    merges: Sequence[AdapterMerge] = (),
     constants: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> ReshardJob:
     """Plan a reshard, of the mean of several checkpoints if `average` is given.
 
-    `merge` is added to weights; the source then is read without optimizer state.
+    `merges` are added to weights; the source then is read without optimizer state.
     `constants` are new values of small stored tensors, which replace the source's tensors of the
     same names and take their dtypes and shapes.
 
@@ -121,9 +121,9 @@ def plan_reshard(
         MegtoolError: see `make_target`, `check_merge` and `planner.build`.
         CoverageError: with `execution.strict`, something would be dropped.
     """
-    if average or merge:
+    if average or merges:
         source = replace(source, pruning=None)  # the result equals no part of another model
-    if merge:
+    for merge in merges:
         check_merge(source, merge, options.amax)
     target = make_target(source, options)
     if source.pruning is not None and target.is_file:
@@ -132,7 +132,7 @@ def plan_reshard(
     dropped = list(target.dropped)
     if average and options.optimizer != NONE:
         dropped += dropped_optimizers([source, *others], "the mean of several checkpoints")
-    if merge and options.optimizer != NONE:
+    if merges and options.optimizer != NONE:
         dropped += dropped_optimizers([source], "a model with a merged adapter")
     feeds: list[ConstantFeed] = []
     if constants:
@@ -148,7 +148,7 @@ def plan_reshard(
             PlanSource(
                 catalogue=source.catalogue,
                 placements=placements_read(source, target),
-                updates=merge.updates if merge else {},
+                updates=collect_updates(merges),
             ),
             *averaged_sources(source, others),
         ],
@@ -172,7 +172,7 @@ def plan_reshard(
     return ReshardJob(
         source=source,
         average=average,
-        merge=merge,
+        merges=merges,
         target=target,
         plan=plan,
         inventory=inventory,
@@ -230,8 +230,7 @@ def execute(
     plan = job.plan
     summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)
     inputs = [path for source in job.sources for path in source_paths(source)]
-    if job.merge is not None and job.merge.path is not None:
-        inputs.append(job.merge.path)
+    inputs += [merge.path for merge in job.merges if merge.path is not None]
     stage = execution.make_stage(
         job.destination,
         files=files,
@@ -381,7 +380,7 @@ def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardRepor
         left_out=source.left_out,
         replicated=tuple(target.replicated),
         shares=_shares(job),
-        merge=job.merge,
+        merges=tuple(job.merges),
         pruned=tuple(describe_kept(source.pruning)) if source.pruning else (),
         amax=target.amax,
         **facts,

@@ -1,9 +1,8 @@
-"""Low-rank updates (an adapter) that are merged into a model's weights while it is written."""
+"""Low-rank updates (adapters) that are merged into a model's weights while it is written."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError, listed
 from megtool.reshard.megatron.amax_report import AmaxOptions
 from megtool.reshard.source import CheckpointSource, require_model
-
-_LOG = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -67,10 +64,17 @@ def open_merge(path: Path, source: CheckpointSource) -> AdapterMerge:
 
     model, _ = require_model(source, "merging an adapter")
     adapter = read_adapter(path)
-    for note in adapter.notes:
-        _LOG.warning("%s", note)
     updates = adapter.updates(source.config, model.family)
     return AdapterMerge(path=adapter.path, updates=updates)
+
+
+def collect_updates(merges: Sequence[AdapterMerge]) -> dict[str, tuple[WeightUpdate, ...]]:
+    """The updates of each weight by all adapters."""
+    out: dict[str, tuple[WeightUpdate, ...]] = {}
+    for merge in merges:
+        for name, update in merge.updates.items():
+            out[name] = (*out.get(name, ()), update)
+    return out
 
 
 def check_merge(source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions) -> None:

@@ -158,7 +158,7 @@ class _ExpectedTensors:
         self.terms: dict[str, list[tuple[int, Placement]]] = {}
         self.shares: dict[str, list[float]] = {}
         self.shifts: dict[str, float] = {}
-        self.updates: dict[str, WeightUpdate] = {}
+        self.updates: dict[str, tuple[WeightUpdate, ...]] = {}
         self.num_bytes = 0
         for number, entry in enumerate(plan.entries):
             if entry.op is Op.FILL or not entry.writes or entry.source is None:
@@ -172,8 +172,8 @@ class _ExpectedTensors:
             self.terms[name] = [(t.source_index, t.source) for t in entries if t.source]
             if entry.op is Op.REDUCE:
                 self.shares[name] = [t.share for t in entries]
-            if entry.update is not None:
-                self.updates[name] = entry.update
+            if entry.updates:
+                self.updates[name] = entry.updates
 
 
 @dataclass(slots=True, kw_only=True)
@@ -199,17 +199,17 @@ class _ExpectedSource(ComparedSource):
         """Open the box `lo:hi` of a tensor's view."""
         dtype = self.expected.dtypes[placement.canonical]
         shares = self.expected.shares.get(placement.canonical)
-        update = self.expected.updates.get(placement.canonical)
-        kind = dtype if shares is None and update is None else sum_dtype(dtype)
+        updates = self.expected.updates.get(placement.canonical)
+        kind = dtype if shares is None and updates is None else sum_dtype(dtype)
         views = [
             self.readers[index].open_canonical(narrow(term, lo, hi), kind)
             for index, term in self._terms(placement)
         ]
         if shares is not None:
             return _MeanView(list(zip(shares, views, strict=True)), dtype)
-        if update is not None:
+        if updates is not None:
             first = sum(i * s for i, s in zip(lo, strides(placement.shape), strict=True))
-            return _MergedView(views[0], dtype, update, first)
+            return _MergedView(views[0], dtype, updates, first)
         by = self.expected.shifts[placement.canonical]
         return _ShiftedView(views[0], dtype, by) if by else views[0]
 
@@ -236,11 +236,13 @@ class _ShiftedView:
 
 
 class _MergedView:
-    """Elements of float32 or float64, from number `first` on, with an update added, as `dtype`."""
+    """Elements of float32 or float64, from number `first` on, with updates added, as `dtype`."""
 
-    def __init__(self, view: ReadableView, dtype: DType, update: WeightUpdate, first: int) -> None:
+    def __init__(
+        self, view: ReadableView, dtype: DType, updates: Sequence[WeightUpdate], first: int
+    ) -> None:
         self._view, self.dtype, self._first = view, dtype, first
-        self._adder = UpdateAdder(update)
+        self._adder = UpdateAdder(updates)
 
     def tiles(self, max_bytes: int) -> Generator[tuple[int, Array], None, None]:
         """Consecutive elements, each tile with the flat index of its first."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megtool.reshard.megatron.amax_report import AmaxReport
     from megtool.reshard.merge import AdapterMerge
 
-_NESTED = ("plan", "inventory", "merge", "amax", "worker", "flows")
+_NESTED = ("plan", "inventory", "merges", "amax", "worker", "flows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class ReshardReport(Report):
     """The result of a reshard, or with `dry_run` its plan.
 
     `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
-    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `merge` is
-    the adapter that was added to weights, `pruned` says which parts of a larger model it has,
+    --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `merges`
+    are the adapters that were added to weights, `pruned` says which parts of a larger model it has,
     `replicated` the tensors that are whole in every rank's files because --replicate says so.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none; `digested_files` are the files that have one. `peak_rss_bytes` is the
@@ -55,7 +55,7 @@ class ReshardReport(Report):
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
-    merge: AdapterMerge | None = None
+    merges: tuple[AdapterMerge, ...] = ()
     pruned: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     amax: AmaxReport | None = None
@@ -100,7 +100,7 @@ class ReshardReport(Report):
         names = [n for n in self.__dataclass_fields__ if n not in _NESTED]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
-        out["merge"] = self.merge.to_json() if self.merge else None
+        out["merges"] = [merge.to_json() for merge in self.merges]
         out["amax"] = self.amax.to_json() if self.amax else None
         out["worker"] = self.worker.to_json() if self.worker else None
         out["flows"] = self.flows.to_json() if self.flows else None
@@ -116,8 +116,7 @@ class ReshardReport(Report):
         yield "family", self.family or "unknown: tensors keep their names"
         for path, share in self.shares:
             yield "average", f"{share:.6g} of {path}"
-        if self.merge is not None:
-            yield "merged", self.merge.describe()
+        yield from (("merged", merge.describe()) for merge in self.merges)
         yield from (("pruned", text) for text in self.pruned)
         if self.target_format in RANK_SHARDED_FORMATS:
             yield "layout", self._format_layout()

@@ -42,8 +42,8 @@ def reshard_checkpoint(
         if check_source is not None:
             check_source(source)
         average = selection.open_average(source, target)
-        merge = selection.open_merge(source)
-        job = plan_reshard(source, average, target, execution, merge=merge)
+        merges = selection.open_merges(source)
+        job = plan_reshard(source, average, target, execution, merges=merges)
     if check is not None:
         check(job.plan)
     return execute(job, execution, files or Files(), progress, start=start)

@@ -27,8 +27,8 @@ class SelectionOptions(SourceOptions):
     `select` and `exclude` are globs on stored names, and `pruning` says which parts of the model.
     `optimizer_only` reads nothing but optimizer state. `average` lists checkpoints that are
     averaged with the source, without optimizer state; `weights` are the shares of the mean, the
-    source's first. `adapter` is merged into the weights, whose optimizer state then is read only if
-    the target asks for it, to be refused.
+    source's first. `adapters` are merged into the weights, whose optimizer state then is read only
+    if the target asks for it, to be refused.
     """
 
     select: Sequence[str] = ()
@@ -37,7 +37,7 @@ class SelectionOptions(SourceOptions):
     pruning: PruningOptions = PRUNE_NOTHING
     average: Sequence[Path] = ()
     weights: str | None = None
-    adapter: Path | None = None
+    adapters: Sequence[Path] = ()
 
     def open(self, path: Path, target: TargetOptions) -> CheckpointSource:
         """Open the source of a reshard to `target`.
@@ -82,14 +82,14 @@ class SelectionOptions(SourceOptions):
         check_same_model(first, sources, is_partial=self._tensor_filter() is not None)
         return Average(others=tuple(sources), shares=shares)
 
-    def open_merge(self, source: CheckpointSource) -> AdapterMerge | None:
-        """Open the adapter that is merged into the source's weights, None where there is none.
+    def open_merges(self, source: CheckpointSource) -> list[AdapterMerge]:
+        """Open the adapters that are merged into the source's weights.
 
         Raises:
             FormatError: there is no adapter, or a damaged one.
-            MappingError: the adapter does not fit the model.
+            MappingError: an adapter does not fit the model.
         """
-        return None if self.adapter is None else open_merge(self.adapter, source)
+        return [open_merge(path, source) for path in self.adapters]
 
     def _open(
         self,
@@ -101,7 +101,7 @@ class SelectionOptions(SourceOptions):
         fallback: ModelIdentity | None = None,
     ) -> CheckpointSource:
         has_optimizer = target.optimizer != NONE and not self.average
-        if self.adapter is not None and target.optimizer is None:
+        if self.adapters and target.optimizer is None:
             has_optimizer = False
         source = open_source(
             path,

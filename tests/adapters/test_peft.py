@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool.adapters.peft_config import PeftConfig
 from megtool.adapters.read import read_adapter
 from megtool.errors import FormatError, MappingError
 from megtool.reshard.open_source import open_source
@@ -100,7 +103,13 @@ def test_what_peft_saves_beyond_lora_is_refused(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"peft_type": "LOHA"}, {"use_tomorrows_trick": True}, {"init_lora_weights": "x"}]
+    "settings",
+    [
+        {"peft_type": "LOHA"},
+        {"use_tomorrows_trick": True},
+        {"tomorrows_trick_config": {"rank": 4}},
+        {"init_lora_weights": "x"},
+    ],
 )
 def test_settings_that_are_not_known_are_refused(
     settings: dict[str, Any], base: Path, tmp_path: Path
@@ -110,6 +119,29 @@ def test_settings_that_are_not_known_are_refused(
     with pytest.raises(MappingError) as e:
         read_adapter(tmp_path)
     assert e.value.id == "unsupported-adapter"
+
+
+def test_settings_that_peft_ignores_are_ignored_with_a_warning_as_there(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_adapter(base, tmp_path, target_modules=ATTENTION, eva_config=None, loftq_config={})
+    read_adapter(tmp_path)
+    assert not caplog.records
+    edit_config(tmp_path, tomorrows_size=16, tomorrows_mode="x", tomorrows_off=None)
+    with pytest.warns(UserWarning, match="Unexpected keyword arguments"):
+        peft.PeftConfig.from_pretrained(tmp_path)
+    read_adapter(tmp_path)
+    (message,) = caplog.messages
+    assert "tomorrows_size" in message
+    assert "tomorrows_mode" in message
+    assert "tomorrows_off" not in message
+
+
+def test_every_setting_of_peft_is_known(base: Path, tmp_path: Path) -> None:
+    save_adapter(base, tmp_path, target_modules=ATTENTION)
+    config = PeftConfig.read(tmp_path / "adapter_config.json")
+    everything = dict.fromkeys((f.name for f in fields(peft.LoraConfig)), 1)
+    assert replace(config, content=everything).unknown == ()
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_the_report_says_what_was_merged(hf: Path, tmp_path: Path) -> None:
     )
     report = merge(hf, tmp_path / "out", updates, execution=replace(EXECUTION, dry_run=True))
     assert not (tmp_path / "out").exists()
-    data = report.to_json()["merge"]
+    (data,) = report.to_json()["merges"]
     assert data == {
         "adapter": None,
         "weights": sorted(updates),

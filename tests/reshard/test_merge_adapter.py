@@ -62,12 +62,11 @@ def assert_equals_peft(
     save_adapter(base, adapter, **settings)
     merge_by_peft(base, adapter, folder / "theirs", torch.float32)
     report = reshard(base, folder / "ours", adapter=adapter, verify=True)
-    assert report.merge is not None
     assert report.plan.num_bytes.merge > 0
     ours, theirs = read_canonical(folder / "ours"), read_canonical(folder / "theirs")
     plain = read_canonical(base)
     assert ours.keys() == theirs.keys()
-    assert {n for n in ours if not torch.equal(ours[n], plain[n])} == set(report.merge.updates)
+    assert {n for n in ours if not torch.equal(ours[n], plain[n])} == set(report.merges[0].updates)
     for name, weight in ours.items():
         torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=1e-6)
     for number, layout in enumerate(layouts):
@@ -97,6 +96,58 @@ def test_merged_experts_and_latent_attention_equal_those_of_peft(case: str, tmp_
     tiny_model(family, tmp_path / "base", sizes=sizes, **keys)
     settings = {"target_modules": ["o_proj"]} | settings
     assert_equals_peft(tmp_path / "base", tmp_path, LAYOUTS[:1], **settings)
+
+
+def test_several_merged_adapters_equal_those_of_peft(tmp_path: Path) -> None:
+    """Of other ranks and scales, some for the same weights, one in Megatron-Bridge's format."""
+    base, folders = tmp_path / "base", [tmp_path / name for name in "abc"]
+    tiny_model("llama", base, tie_word_embeddings=False)
+    save_adapter(base, folders[0], target_modules=ATTENTION)
+    save_adapter(base, folders[1], target_modules=["q_proj", "up_proj"], r=2, use_rslora=True)
+    save_adapter(base, folders[2], target_modules=["q_proj", "lm_head"], r=8, lora_alpha=4)
+    convert_adapter(folders[1], tmp_path / "bridge", to="bridge", base=base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(model, folders[0], adapter_name="a")
+    for folder in folders[1:]:
+        theirs.load_adapter(folder, folder.name)
+    theirs.merge_and_unload(adapter_names=["a", "b", "c"]).save_pretrained(tmp_path / "theirs")
+    report = reshard(base, tmp_path / "ours", adapter=folders, verify=True)
+    assert [len(m.updates) for m in report.merges] == [8, 4, 3]
+    assert [words.split(" with ")[0] for name, words in report.rows() if name == "merged"] == [
+        *("8 weights", "4 weights", "3 weights")
+    ]
+    ours, wanted = read_canonical(tmp_path / "ours"), read_canonical(tmp_path / "theirs")
+    assert ours.keys() == wanted.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-6, rtol=1e-6)
+    reshard(base, tmp_path / "single", adapter=folders[:1])
+    assert any(not torch.equal(w, ours[n]) for n, w in read_canonical(tmp_path / "single").items())
+    for number, layout in enumerate(LAYOUTS):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        reshard(base, there, adapter=folders[::-1], verify=True, **layout)
+        reshard(there, back, to="hf")
+        assert all(torch.equal(w, ours[n]) for n, w in read_canonical(back).items())
+    mixed = [folders[2], tmp_path / "bridge", folders[0]]
+    reshard(base, tmp_path / "mixed", adapter=mixed)
+    for name, weight in read_canonical(tmp_path / "mixed").items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-6, rtol=1e-6)
+
+
+def test_a_sum_of_adapters_equals_one_that_peft_combines(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_model("llama", base)
+    save_adapter(base, tmp_path / "a", target_modules=ATTENTION)
+    save_adapter(base, tmp_path / "b", target_modules=ATTENTION, r=6)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "a", adapter_name="a")
+    theirs.load_adapter(tmp_path / "b", "b")
+    theirs.add_weighted_adapter(["a", "b"], [1.0, 1.0], "both", combination_type="cat")
+    theirs.save_pretrained(tmp_path / "saved", selected_adapters=["both"])
+    reshard(base, tmp_path / "ours", adapter=[tmp_path / "a", tmp_path / "b"])
+    reshard(base, tmp_path / "combined", adapter=tmp_path / "saved" / "both")
+    combined = read_canonical(tmp_path / "combined")
+    for name, weight in read_canonical(tmp_path / "ours").items():
+        torch.testing.assert_close(weight, combined[name], atol=1e-6, rtol=1e-6)
 
 
 def ulp(values: torch.Tensor) -> torch.Tensor:
@@ -195,9 +246,10 @@ def test_the_command_says_what_it_will_merge(base: Path, capsys: Any, tmp_path: 
         assert words in text
     assert main([*call, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["merge"]["adapter"] == str(base / "adapter")
-    assert (data["merge"]["ranks"], data["merge"]["scales"]) == ([4], [1.5])
-    assert len(data["merge"]["weights"]) == 8
+    (merged,) = data["merges"]
+    assert merged["adapter"] == str(base / "adapter")
+    assert (merged["ranks"], merged["scales"]) == ([4], [1.5])
+    assert len(merged["weights"]) == 8
     assert data["plan"]["num_bytes"]["merge"] > 0
     assert not (tmp_path / "out").exists()
 

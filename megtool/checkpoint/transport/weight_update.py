@@ -6,14 +6,15 @@ a power of two, above its largest element, times two integers of 22 bits, high a
 below both is rounded off. The products high x high and high x low + low x high are then sums of
 integers below 2^53, which float64 holds exactly in any order. Their sum, of 44 bits relative to
 the largest elements, is multiplied by the scale and added to the weight in float64, rounded to the
-weight's dtype of sums (`reduce.sum_dtype`), and cast once.
+weight's dtype of sums (`reduce.sum_dtype`), and cast once. Several updates of a weight are summed
+in float64 first, in the order of their digests, whatever the order they are given in.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -168,30 +169,38 @@ class WeightUpdate:
 
 
 class UpdateAdder:
-    """Adds an update to the elements of a weight, range by range. For one thread.
+    """Adds the updates of a weight to its elements, range by range. For one thread.
 
-    `num_bytes` is the most memory that it takes.
+    `updates` are one or more of one shape, in any order. `num_bytes` is the most memory that it
+    takes.
     """
 
-    def __init__(self, update: WeightUpdate, *, cache_bytes: int = UPDATE_CACHE_BYTES) -> None:
-        self._update, self._cache_bytes = update, cache_bytes
-        self._cells: dict[tuple[str, int, int], _Integers] = {}
-        self._products = np.empty((2, ROWS * COLUMNS))
+    def __init__(
+        self, updates: Sequence[WeightUpdate], *, cache_bytes: int = UPDATE_CACHE_BYTES
+    ) -> None:
+        if len(updates) > 1:
+            updates = sorted(updates, key=lambda update: update.digest)
+        self._updates = updates
+        self._terms = [_Term(update, cache_bytes // len(updates)) for update in updates]
 
     @staticmethod
-    def num_bytes(update: WeightUpdate, cache_bytes: int = UPDATE_CACHE_BYTES) -> int:
+    def num_bytes(updates: Sequence[WeightUpdate], cache_bytes: int = UPDATE_CACHE_BYTES) -> int:
         """Memory of an adder: products, and the integers of cells."""
-        out, width = update.shape
-        whole = (out + width) * update.rank * 16
-        largest = COLUMNS * min(update.rank, RANKS) * 16
-        return 2 * 8 * ROWS * COLUMNS + min(whole, cache_bytes + 2 * largest)
+        total = 0
+        for update in updates:
+            out, width = update.shape
+            whole = (out + width) * update.rank * 16
+            largest = COLUMNS * min(update.rank, RANKS) * 16
+            total += 2 * 8 * ROWS * COLUMNS
+            total += min(whole, cache_bytes // len(updates) + 2 * largest)
+        return total
 
     def add(self, values: Array, first: int) -> None:
         """Add to `values`, float32 or float64 `[n]`: the weight's row-major elements from `first`.
 
         The sum is computed in float64 and rounded to the dtype of `values`.
         """
-        width = self._update.shape[1]
+        width = self._updates[0].shape[1]
         for row, column, end_row, end_column in _boxes(first, first + values.size, width):
             start = row * width + column - first
             shape = end_row - row, end_column - column
@@ -200,7 +209,7 @@ class UpdateAdder:
 
     def overflow(self, count: int, kind: DType) -> FormatError:
         """See `WeightUpdate.overflow`."""
-        return self._update.overflow(count, kind)
+        return self._updates[0].overflow(count, kind)
 
     def _add_box(self, box: Array, row: int, column: int) -> None:
         end_row, end_column = row + box.shape[0], column + box.shape[1]
@@ -212,10 +221,22 @@ class UpdateAdder:
                     rows.start - row : rows.stop - row,
                     columns.start - column : columns.stop - column,
                 ]
+                delta = self._terms[0].delta(rows, columns)
+                for term in self._terms[1:]:
+                    delta += term.delta(rows, columns)
                 # numpy adds in float64, and rounds each sum as it is stored
-                np.add(part, self._delta(rows, columns), out=part, casting="same_kind")
+                np.add(part, delta, out=part, casting="same_kind")
 
-    def _delta(self, rows: slice, columns: slice) -> NDArray[np.float64]:
+
+class _Term:
+    """What one update adds."""
+
+    def __init__(self, update: WeightUpdate, cache_bytes: int) -> None:
+        self._update, self._cache_bytes = update, cache_bytes
+        self._cells: dict[tuple[str, int, int], _Integers] = {}
+        self._products = np.empty((2, ROWS * COLUMNS))
+
+    def delta(self, rows: slice, columns: slice) -> NDArray[np.float64]:
         """What is added to a part of one cell, in memory that the next call reuses."""
         shape = rows.stop - rows.start, columns.stop - columns.start
         high, low = (p[: shape[0] * shape[1]].reshape(shape) for p in self._products)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -317,7 +317,7 @@ class Worker:
             )
             cell = max(cell, plan.source_dtype_bytes(entry))
         decodes = any(file_view.packed is not None for file_view in file_views)
-        computes = decodes or slab_entry.update is not None
+        computes = decodes or bool(slab_entry.updates)
         default = min(COMPUTED_BYTES, cap) if computes else self._tile_bytes
         size = choose_tile_bytes([*file_views, sink], slab.lo, slab.hi, cell, default, cap)
         readers = [
@@ -335,10 +335,10 @@ class Worker:
         ]
         if not sums:
             return size, readers[0]
-        if slab_entry.update is not None:
+        if slab_entry.updates:
             merge = MergedTiles(
                 readers[0],
-                self._open_adder(slab_entry.update),
+                self._open_adder(slab_entry.updates),
                 self._buffers,
                 shape=slab_entry.shape,
                 target=target,
@@ -358,14 +358,14 @@ class Worker:
         )
         return size, reduction
 
-    def _open_adder(self, update: WeightUpdate) -> UpdateAdder:
-        """What adds an update, in memory that is counted once for this thread."""
+    def _open_adder(self, updates: Sequence[WeightUpdate]) -> UpdateAdder:
+        """What adds updates, in memory that is counted once for this thread."""
         cache_bytes = min(UPDATE_CACHE_BYTES, self._cap)
-        more = UpdateAdder.num_bytes(update, cache_bytes) - self._adder_bytes
+        more = UpdateAdder.num_bytes(updates, cache_bytes) - self._adder_bytes
         if more > 0:
             self._run.peak.add(more)
             self._adder_bytes += more
-        return UpdateAdder(update, cache_bytes=cache_bytes)
+        return UpdateAdder(updates, cache_bytes=cache_bytes)
 
     def _filled(self, entry: PlanEntry, slab: Slab) -> Tiles:
         target = self._plan.target_tensor(entry).dtype

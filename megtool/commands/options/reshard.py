@@ -188,9 +188,11 @@ class ReshardOptions(
         metavar="LIST",
         needs=(requires("average", "--average OTHER names other checkpoints"),),
     )
-    adapter: Path | None = option(
+    adapter: tuple[Path, ...] = option(
         INPUT,
-        "Add the adapter (LoRA) in this folder to SRC's weights; optimizer state is left out.",
+        "Add the adapter (LoRA) in this folder to SRC's weights, without optimizer state; "
+        "repeatable.",
+        (),
         metavar="FOLDER",
         needs=(_IS_WHOLE_MODEL,),
     )

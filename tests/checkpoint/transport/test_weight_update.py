@@ -25,10 +25,13 @@ def make_update(
     return WeightUpdate(down.to(kind), up.to(kind), scale)
 
 
-def merged(update: WeightUpdate, weight: np.ndarray, cuts: list[int]) -> np.ndarray:
-    """The weight with its update added in the ranges between `cuts`."""
+def merged(
+    updates: WeightUpdate | list[WeightUpdate], weight: np.ndarray, cuts: list[int]
+) -> np.ndarray:
+    """The weight with its updates added in the ranges between `cuts`."""
     out = weight.copy().reshape(-1)
-    adder = UpdateAdder(update, cache_bytes=0)
+    updates = [updates] if isinstance(updates, WeightUpdate) else updates
+    adder = UpdateAdder(updates, cache_bytes=0)
     for a, b in zip([0, *cuts], [*cuts, out.size], strict=True):
         adder.add(out[a:b], a)
     return out.reshape(weight.shape)
@@ -104,10 +107,23 @@ def test_a_digest_says_all_that_is_added() -> None:
 
 def test_memory_is_bounded_for_wide_weights() -> None:
     update = make_update((8, 50_000), 8)
-    adder = UpdateAdder(update, cache_bytes=1 << 20)
-    adder.add(np.zeros(400_000, np.float32), 0)
-    cached = sum(c.pair.nbytes for c in adder._cells.values())
-    assert cached <= UpdateAdder.num_bytes(update, 1 << 20) < 2 << 20
+    for updates, most in (([update], 2 << 20), ([update] * 3, 4 << 20)):
+        adder = UpdateAdder(updates, cache_bytes=1 << 20)
+        adder.add(np.zeros(400_000, np.float32), 0)
+        cached = sum(c.pair.nbytes for term in adder._terms for c in term._cells.values())
+        assert cached <= UpdateAdder.num_bytes(updates, 1 << 20) < most
+
+
+def test_bits_of_several_updates_are_the_same_in_any_order() -> None:
+    updates = [make_update((70, 600), rank, scale=1 / rank) for rank in (1, 3, 16, 5)]
+    weight = np.random.default_rng(0).standard_normal((70, 600)).astype(np.float64)
+    whole = merged(updates, weight, [])
+    assert merged(updates[::-1], weight, [17, 20_001]).tobytes() == whole.tobytes()
+    exact = weight + sum(
+        u.scale * (np.asarray(u.up.double()) @ np.asarray(u.down.double())) for u in updates
+    )
+    assert np.abs(whole - exact).max() <= 2.0**-34
+    assert np.abs(whole - merged(updates[:3], weight, [])).max() > 0.1
 
 
 ONES = torch.ones

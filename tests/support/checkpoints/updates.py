@@ -77,6 +77,6 @@ def merge(
         None,
         target,
         execution,
-        merge=AdapterMerge(updates=updates),
+        merges=[AdapterMerge(updates=updates)],
     )
     return execute(job, execution, files or Files(), silent, start=time.monotonic())
