@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from megtool.errors import FormatError
 from megtool.number_formats import fp8, gguf, int4, int8, mxfp4, nvfp4
+from megtool.number_formats.low_rank import low_rank_product
 from megtool.number_formats.packed_parts import Index, PackedPart, factors, scale, trimmed
+from megtool.number_formats.small_floats import single
 
 CODES = "codes"
 ZEROS = "zeros"
@@ -22,9 +24,13 @@ SCALE = "scale"
 SCALE_2 = "scale_2"
 DIVISOR = "divisor"
 COLUMNS = "columns"
-ROLES = (CODES, ZEROS, SCALE, SCALE_2, DIVISOR, COLUMNS)
+LOW_RANK_UP = "low_rank_up"
+LOW_RANK_DOWN = "low_rank_down"
+LOW_RANK = (LOW_RANK_UP, LOW_RANK_DOWN)
+ROLES = (CODES, ZEROS, SCALE, SCALE_2, DIVISOR, *LOW_RANK, COLUMNS)
 """The parts a tensor may have. `scale` is multiplied by `scale_2`, or divided by `divisor`, before
-it multiplies the codes; `columns` multiplies what comes of it."""
+it multiplies the codes; the product of `low_rank_up` `[out, rank]` and `low_rank_down` `[rank, in]`
+is added (SVDQuant); `columns` multiplies what comes of it."""
 
 Codes = Callable[[NDArray[Any], PackedPart], NDArray[np.float32]]
 
@@ -78,6 +84,9 @@ def decode(
                     raise FormatError(f"{role} has a value for every {spread} columns")
                 by = by / more if divides else by * more
         scale(out, by, per)
+    if LOW_RANK_UP in by_role:
+        up, down = (single(windows[r], by_role[r].dtype) for r in LOW_RANK)
+        out += low_rank_product(up, down)
     if COLUMNS in by_role:
         by, per = factors(windows[COLUMNS], by_role[COLUMNS], lo, hi, order)
         scale(out, by, per)

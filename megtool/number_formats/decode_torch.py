@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from megtool.errors import FormatError
-from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.number_formats.decode import (
+    CODES,
+    COLUMNS,
+    DIVISOR,
+    LOW_RANK,
+    LOW_RANK_UP,
+    SCALE,
+    SCALE_2,
+    ZEROS,
+)
+from megtool.number_formats.low_rank import BITS, RANKS
 from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart
 
 PACKINGS = ("fp8", "mxfp8", "int8", "int4", "int8words", "int4rows", "mxfp4", "nvfp4")
@@ -56,6 +66,9 @@ def decode_torch(
                 more, _ = _factors(windows[role], by_role[role], lo, hi, order)
                 by = by / more if role == DIVISOR else by * more
         _apply(out, by, per)
+    if LOW_RANK_UP in by_role:
+        up, down = (_values(windows[r], by_role[r].dtype) for r in LOW_RANK)
+        out += low_rank_product(up, down)
     if COLUMNS in by_role:
         _apply(out, *_factors(windows[COLUMNS], by_role[COLUMNS], lo, hi, order))
     return out.permute([order.index(d) for d in range(len(order))])
@@ -124,6 +137,25 @@ def _apply(out: Tensor, by: Tensor, per: int, *, shift: bool = False) -> None:
         out.sub_(by)
     else:
         out.mul_(by)
+
+
+def low_rank_product(up_OR: Tensor, down_RI: Tensor) -> Tensor:
+    """`up @ down`, float32 `[out, in]`, with the bits of `megtool.number_formats.low_rank`."""
+    up, up_power = _integers(up_OR)
+    down, down_power = _integers(down_RI.T)
+    power = torch.exp2((up_power[:, None] + down_power).double())
+    out = torch.zeros(len(up), len(down), dtype=torch.float64, device=up.device)
+    for up_part, down_part in zip(
+        torch.split(up, RANKS, 1), torch.split(down, RANKS, 1), strict=True
+    ):
+        out += (up_part @ down_part.T) * power
+    return out.float()
+
+
+def _integers(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as integers in float64, and the exponent of the power of two of each row."""
+    power = torch.frexp(rows.abs().amax(1))[1] - BITS
+    return (rows.double() * torch.exp2(-power.double())[:, None]).round(), power
 
 
 def as_bytes(window: Tensor) -> Tensor:

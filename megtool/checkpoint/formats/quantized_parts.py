@@ -9,7 +9,16 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.errors import FormatError
-from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.number_formats.decode import (
+    CODES,
+    COLUMNS,
+    DIVISOR,
+    LOW_RANK_DOWN,
+    LOW_RANK_UP,
+    SCALE,
+    SCALE_2,
+    ZEROS,
+)
 from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
 from megtool.tensors.sharded import GlobalTensor
 
@@ -23,6 +32,13 @@ AS_STORED_HINT = (
 )
 FP8_SCALES = ("_scale_inv", "_scale", "scale")
 """How names of scales end with the method `fp8`; the last is DeepSeek-V4's, of a sibling."""
+LOW_RANK_SUFFIXES = {
+    LOW_RANK_UP: ("weight_quantizer._svdquant_lora_b", "svdquant_lora_b"),
+    LOW_RANK_DOWN: ("weight_quantizer._svdquant_lora_a", "svdquant_lora_a"),
+}
+"""What ModelOpt 0.47 calls the matrices of SVDQuant's branch: in exports of transformers' models
+(`postprocess_state_dict` of `export/quant_utils.py` leaves the names of its modules), and of
+diffusers' (`_promote_quantizer_tensors_to_module` of `export/unified_export_hf.py`)."""
 _MX_BLOCK = 32
 _NV_BLOCK = 16
 
@@ -208,13 +224,45 @@ class PartFinder:
                 spans=span if smoothing.shape else (),
             )
             out.append((part, smoothing.name))
-        for suffix in ("_g_idx", "svdquant_lora_a", "svdquant_lora_b"):
-            if unsupported := self.find(base, suffix):
-                feature = "activation order" if suffix == "_g_idx" else "a low-rank branch"
-                raise self.error(
-                    codes, f"is quantized with {feature} ({unsupported.name!r}), not decoded"
-                )
-        return tuple(out)
+        if unsupported := self.find(base, "_g_idx"):
+            raise self.error(
+                codes, f"is quantized with activation order ({unsupported.name!r}), not decoded"
+            )
+        return tuple(out) + self._find_low_rank(codes, base, shape)
+
+    def _find_low_rank(
+        self, codes: GlobalTensor, base: str, shape: Shape
+    ) -> tuple[tuple[PackedPart, str], ...]:
+        """The two matrices of SVDQuant's branch; none if the weight has no branch."""
+        tensors = {role: self.find(base, *names) for role, names in LOW_RANK_SUFFIXES.items()}
+        up, down = tensors[LOW_RANK_UP], tensors[LOW_RANK_DOWN]
+        if up is None and down is None:
+            return ()
+        if up is None or down is None:
+            have, role = (up, LOW_RANK_DOWN) if down is None else (down, LOW_RANK_UP)
+            raise self.error(
+                codes,
+                f"has {have.name if have else ''!r} of a low-rank branch and no "
+                f"{LOW_RANK_SUFFIXES[role][0]}",
+                hint="is the download complete?",
+                error_id=MISSING,
+            )
+        rank = up.shape[-1] if up.shape else 0
+        if not rank or (up.shape, down.shape) != ((shape[0], rank), (rank, shape[-1])):
+            raise self.error(
+                codes,
+                f"{up.name!r} of shape {list(up.shape)} and {down.name!r} of "
+                f"{list(down.shape)} are no low-rank branch of a weight of {list(shape)}",
+                hint="do the files belong together?",
+            )
+        spans = {
+            LOW_RANK_UP: (PartSpan(0), PartSpan(WHOLE)),
+            LOW_RANK_DOWN: (PartSpan(WHOLE), PartSpan(1)),
+        }
+        return tuple(
+            (PackedPart(role=role, dtype=t.dtype.name, shape=t.shape, spans=spans[role]), t.name)
+            for role, t in ((LOW_RANK_UP, up), (LOW_RANK_DOWN, down))
+        )
 
 
 def match_spans(

@@ -76,7 +76,13 @@ def test_the_peers_own_numbers(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [_marked(k) for k in ("deepseek", "int4 uneven", "nvfp4", "modelopt int4", "fp8 channel")],
+    [
+        _marked(k)
+        for k in (
+            *("deepseek", "int4 uneven", "nvfp4", "modelopt int4", "fp8 channel"),
+            "modelopt svdquant",
+        )
+    ],
 )
 def test_any_view(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     made = MAKERS[kind](weight(256, 384))
@@ -257,6 +263,17 @@ class Refused:
         made = MAKERS["nvfp4"](weight(32, 64))
         stored = {f"x.{n}": t for n, t in made.stored.items() if "global" not in n}
         return stored, made.config, "second scale"
+
+    def half_a_branch(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
+        made = MAKERS["modelopt svdquant"](weight(32, 64))
+        stored = {f"x.{n}": t for n, t in made.stored.items() if not n.endswith("lora_a")}
+        return stored, made.config, "and no weight_quantizer._svdquant_lora_a"
+
+    def other_branch(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
+        made = MAKERS["modelopt svdquant"](weight(32, 64))
+        stored = {f"x.{n}": t for n, t in made.stored.items()}
+        stored["x.weight_quantizer._svdquant_lora_b"] = torch.zeros(31, 5)
+        return stored, made.config, "are no low-rank branch of a weight of"
 
     def blocks(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
         stored = {

@@ -113,6 +113,7 @@ def _modelopt(kind: str) -> Callable[[torch.Tensor], Quantized]:
             "int8": _modelopt_int8,
             "int4": _modelopt_int4,
             "nvfp4": _modelopt_nvfp4,
+            "svdquant": _modelopt_svdquant,
             "mxfp8": _modelopt_mxfp8,
             "mxfp4": _modelopt_mxfp4,
         }[kind](weight)
@@ -200,6 +201,28 @@ def _modelopt_nvfp4(weight: torch.Tensor) -> Quantized:
     return Quantized(stored, decoded, _modelopt_config("NVFP4", group_size=16))
 
 
+def _modelopt_svdquant(weight: torch.Tensor) -> Quantized:
+    """As transformers' models are exported, with the branch as ModelOpt's `fold_weight` adds it."""
+    from modelopt.torch.quantization.model_calib import svd
+
+    columns = torch.linspace(0.5, 2, weight.shape[1]).bfloat16()
+    up, down = svd((weight / columns).bfloat16(), 5)
+    made = _modelopt_nvfp4((weight / columns - up @ down).bfloat16())
+    codes, scale = made.stored["weight"], made.stored["weight_scale"].float()
+    low_high = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))[low_high.int()]
+    residual = values * (scale * made.stored["weight_scale_2"]).repeat_interleave(16, 1)
+    product = (up.double() @ down.double()).float()
+    stored = made.stored | {
+        "weight_quantizer._svdquant_lora_a": down,
+        "weight_quantizer._svdquant_lora_b": up,
+        "pre_quant_scale": columns,
+    }
+    config = _modelopt_config("NVFP4_SVD", group_size=16)
+    return Quantized(stored, ((residual + product) * columns.float()).bfloat16(), config)
+
+
 def _modelopt_mxfp8(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
@@ -276,6 +299,7 @@ MAKERS: dict[str, Callable[[torch.Tensor], Quantized]] = {
     "modelopt int8": _modelopt("int8"),
     "modelopt int4": _modelopt("int4"),
     "modelopt nvfp4": _modelopt("nvfp4"),
+    "modelopt svdquant": _modelopt("svdquant"),
     "modelopt mxfp8": _modelopt("mxfp8"),
     "modelopt mxfp4": _modelopt("mxfp4"),
 }
