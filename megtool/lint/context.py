@@ -10,7 +10,13 @@ from typing import Any
 
 from megtool.lint.engines import EngineTarget, load_engines
 from megtool.lint.finding import Finding
-from megtool.lint.folder_view import KV_CACHE_SCALES, FolderView, ScaleStatistics, StoredTensor
+from megtool.lint.folder_view import (
+    BRANCH,
+    KV_CACHE_SCALES,
+    FolderView,
+    ScaleStatistics,
+    StoredTensor,
+)
 from megtool.lint.model_shapes import ModelMismatch, check_model
 from megtool.lint.quant_config import (
     QuantConfig,
@@ -29,6 +35,7 @@ _COMPANIONS = (
     *(*SCALE_NAMES, *KV_CACHE_SCALES, "q_scale", "prob_scale"),
     *("weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point", "input_zero_point"),
     *("k_zero_point", "v_zero_point", "k_bias", "v_bias"),
+    *(*BRANCH, *(f"_{name}" for name in BRANCH)),
 )
 """Tensors that belong to the quantization, and are no weights of a model."""
 
@@ -230,6 +237,7 @@ def _infer_format(
     if scale.dtype in _FP8:
         size = _columns_per_scale(2 * columns, scale)
         nvfp4 = "W4A8_NVFP4_FP8" if size == 32 and inputs else ""
+        nvfp4 = nvfp4 or ("" if tensors.keys().isdisjoint(BRANCH) else "NVFP4_SVD")
         return nvfp4 or ("NVFP4" if inputs else "W4A16_NVFP4"), (rows, 2 * columns), size
     if scale.dtype in _E8M0:
         return "MXFP4", (rows, 2 * columns), _columns_per_scale(2 * columns, scale)

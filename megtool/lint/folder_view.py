@@ -22,7 +22,10 @@ from megtool.number_formats.small_floats import single
 from megtool.tensors.box import numel
 
 CONFIG_FILE = "config.json"
-COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+BRANCH = ("svdquant_lora_a", "svdquant_lora_b")
+"""SVDQuant's matrices, which ModelOpt calls so, or `weight_quantizer._svdquant_lora_a`."""
+
+COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", *BRANCH)
 """Tensors that ModelOpt stores next to the codes of a weight."""
 
 KV_CACHE_SCALES = ("k_scale", "v_scale")
@@ -166,6 +169,8 @@ class FolderView:
         module, _, last = tensor.name.rpartition(".")
         if last == "scale" and self.is_deepseek_v4:
             last = "weight_scale_inv"
+        if last.removeprefix("_") in BRANCH:
+            module, last = module.removesuffix(".weight_quantizer"), last.removeprefix("_")
         self.modules.setdefault(module, {})[last] = tensor
 
     def _parse(self, name: str, read: Callable[[str], bytes]) -> dict[str, Any] | None:

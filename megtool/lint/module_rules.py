@@ -159,8 +159,8 @@ def _differ(declared: str, inferred: str) -> bool:
     if inferred in ("?", declared):
         return False
     a, b = STORED_FORMATS[declared], STORED_FORMATS[inferred]
-    is_same = (a.codes, a.scale, a.columns, a.rows) == (b.codes, b.scale, b.columns, b.rows)
-    return not is_same or FORMATS[declared].scaling != FORMATS[inferred].scaling
+    stored = ((f.codes, f.scale, f.columns, f.rows, f.has_branch) for f in (a, b))
+    return len(set(stored)) > 1 or FORMATS[declared].scaling != FORMATS[inferred].scaling
 
 
 def _check_group_size(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:

@@ -154,7 +154,7 @@ def _contradiction(section: Mapping[str, Any], group: Any) -> str:
         if size is not None and size != due:
             return f"groups of {size}, and {algo} here has {due or 'none'}"
         input_bits = 4 if INPUT_PACKINGS.get(algo, "").startswith(("nvfp4", "mxfp4")) else 8
-        if inputs is None and algo in ("FP8", "NVFP4"):
+        if inputs is None and algo in ("FP8", "NVFP4", "NVFP4_SVD"):
             return f"no input_activations, and {algo} quantizes inputs"
         if inputs is not None and algo not in INPUT_PACKINGS:
             return f"quantized inputs, and {algo} has none"

@@ -55,6 +55,7 @@ _LARGEST_CODE: Mapping[str, float] = {
     "W8A8_SQ_PER_CHANNEL": 127.0,
     "W4A8_AWQ": 448.0,
     "NVFP4": 2688.0,
+    "NVFP4_SVD": 2688.0,
     "W4A16_NVFP4": 2688.0,
     "W4A8_NVFP4_FP8": 2688.0,
 }
@@ -71,12 +72,14 @@ class _SingleScale:
     divides: bool = False
 
 
-_NVFP4 = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+_NVFP4 = ("NVFP4", "NVFP4_SVD", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
 _SINGLE_SCALES: Mapping[str, _SingleScale] = {
     "weight_scale": _SingleScale(("FP8",), is_input=False),
     "weight_scale_2": _SingleScale(_NVFP4, is_input=False),
     "weight_global_scale": _SingleScale(_NVFP4, is_input=False, divides=True),
-    "input_scale": _SingleScale(("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4"), is_input=True),
+    "input_scale": _SingleScale(
+        ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4", "NVFP4_SVD"), is_input=True
+    ),
     "input_global_scale": _SingleScale(_NVFP4, is_input=True, divides=True),
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from megtool.lint.finding import Finding, error
-from megtool.lint.folder_view import StoredTensor
+from megtool.lint.folder_view import BRANCH, StoredTensor
 from megtool.quant.recipes.formats import FORMATS
 
 _E4M3 = "float8_e4m3fn"
@@ -25,7 +25,7 @@ class StoredFormat:
 
     `codes` is the type of `weight`, of which a byte holds `columns` columns or `rows` rows; `scale`
     is the type of `weight_scale`. `has_second` and `has_inputs` say whether there is a
-    `weight_scale_2` and an `input_scale`.
+    `weight_scale_2` and an `input_scale`, `has_branch` whether there are SVDQuant's matrices.
     """
 
     codes: str
@@ -34,14 +34,16 @@ class StoredFormat:
     rows: int = 1
     has_second: bool = False
     has_inputs: bool = False
+    has_branch: bool = False
 
     @property
     def scales(self) -> dict[str, bool]:
-        """Whether each scale is there."""
+        """Whether each scale is there, and each matrix of SVDQuant."""
         return {
             "weight_scale": True,
             "weight_scale_2": self.has_second,
             "input_scale": self.has_inputs,
+            **dict.fromkeys(BRANCH, self.has_branch),
         }
 
 
@@ -62,6 +64,7 @@ STORED_FORMATS: Mapping[str, StoredFormat] = {
     "MXFP4": _MXFP4,
     "W4A8_MXFP4_FP8": _MXFP4,
     "NVFP4": _NVFP4,
+    "NVFP4_SVD": replace(_NVFP4, has_branch=True),
     "W4A16_NVFP4": StoredFormat(codes="uint8", scale=_E4M3, columns=2, has_second=True),
     "W4A8_NVFP4_FP8": _NVFP4,
 }

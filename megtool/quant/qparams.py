@@ -13,6 +13,15 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankBranch:
+    """SVDQuant's matrices `up` `[out, rank]` and `down` `[rank, in]`, of bfloat16 numbers, whose
+    product is added to the rounded weight."""
+
+    up: Floats
+    down: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightQParams:
     """Quantization parameters of one weight `[out, in]` and its inputs.
 
@@ -21,7 +30,8 @@ class WeightQParams:
     `[out/block, in/block]`; None: the amax of the weight itself after smoothing), then rounded.
     `global_amax` is the per-tensor amax of formats with two-level scales, shared by fused siblings
     (0: the weight's own). `codes` int8 `[out, in]` are the codes, integers or the bits of
-    floats, if they are not the nearest ones (GPTQ).
+    floats, if they are not the nearest ones (GPTQ), or those of what a `branch` leaves of the
+    weight after smoothing.
 
     Inputs are divided by `smoothing_scale`: by the preceding norm (`QParams.norm_scales`) or, with
     `stores_pre_quant_scale`, by the engine, which reads `pre_quant_scale = 1 / smoothing_scale`.
@@ -38,6 +48,7 @@ class WeightQParams:
     codes: NDArray[np.int8] | None = None
     input_amax: float = 0.0
     is_smoothed: bool = False
+    branch: LowRankBranch | None = None
 
     @property
     def weight_factors(self) -> Floats | None:

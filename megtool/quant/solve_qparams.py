@@ -151,7 +151,7 @@ class _Solver:
         is_whole: bool,
     ) -> None:
         config = resolve_algorithm(self.recipe, format)
-        stores = not self._is_foldable(site)
+        stores = format.number.has_branch or not self._is_foldable(site)
         if not is_whole and config.smoothing != "none":
             qparams.notes.append(
                 f"{site.name}: no smoothing scale, because its modules have different formats"
@@ -180,6 +180,7 @@ class _Solver:
                 )
         needs_weights = statistics is not None and any(n.gram or n.sample for n in requirements)
         needs_weights |= statistics is not None and config.smooths(format)
+        needs_weights |= format.number.has_branch
         needs_weights |= config.mse or (is_two_level(format) and (len(modules) > 1 or config.cast))
         weights: dict[str, Tensor] = {}
         norm = None
@@ -213,6 +214,7 @@ class _Solver:
                 amax=result.amax.get(module),
                 global_amax=result.global_amax,
                 codes=result.codes.get(module),
+                branch=result.branches.get(module),
                 # All inputs were zero: any scale is fine.
                 input_amax=result.input_amax or max_input_code(format),
             )

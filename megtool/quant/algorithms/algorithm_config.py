@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megtool.errors import RecipeError
 from megtool.quant.recipes.algorithm import METHODS
 from megtool.quant.recipes.formats import (
+    DEFAULT_RANK,
     INPUT_PACKINGS,
     RecipeFormat,
     can_smooth,
@@ -45,6 +46,8 @@ class AlgorithmConfig:
             `algorithms.learned_rounding`).
         normalize_tokens: divide each token's contribution to the second moments by the norm of its
             input.
+        rank: of the matrices that SVDQuant takes out of weights before they are rounded (see
+            `algorithms.svdquant`); 0: it does not.
         fold: use a smoothing scale only where the preceding norm can absorb it.
         input_observer: how the amax of inputs is computed (`percentile` is an option of it).
         matches_modelopt: search exactly what ModelOpt searches.
@@ -70,6 +73,7 @@ class AlgorithmConfig:
     normalize_tokens: bool = False
     desc_act: bool = True
     refinements: int = 2
+    rank: int = 0
     fold: bool = False
     input_observer: InputObserver = "max"
     percentile: float = 99.99
@@ -109,6 +113,7 @@ _MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "awq_lite": {"smoothing": "awq"},
     "awq_full": {"smoothing": "awq", "clip": True},
     "awq_clip": {"clip": True},
+    "svdquant": {"smoothing": "awq", "rank": DEFAULT_RANK},
     "gptq": {"gptq": True, "desc_act": False, "refinements": 0},
     "local_hessian": {"clip": True},
     "mse": {"mse": True},
@@ -120,7 +125,12 @@ _MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 }
 """ModelOpt's algorithm names with their defaults."""
 
-_MODELOPT_OPTIONS = {"alpha": "alpha", "alpha_step": "alpha_step", "perc_damp": "damping"}
+_MODELOPT_OPTIONS = {
+    "alpha": "alpha",
+    "alpha_step": "alpha_step",
+    "perc_damp": "damping",
+    "lowrank": "rank",
+}
 
 
 def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmConfig:
@@ -155,6 +165,8 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
         return AlgorithmConfig(smoothing="smoothquant", **options)
     if name == "awq":
         return AlgorithmConfig(smoothing="awq", **options)
+    if name == "svdquant":
+        return AlgorithmConfig(smoothing="awq", **{"rank": DEFAULT_RANK, **options})
     if name == "gptq":
         return AlgorithmConfig(gptq=True, **options)
     if name == "learned_rounding":

@@ -18,6 +18,7 @@ from megtool.quant.algorithms import (
     input_compensation,
     mxfp4_cast,
     smoothquant,
+    svdquant,
 )
 from megtool.quant.algorithms.algorithm_config import AlgorithmConfig
 from megtool.quant.algorithms.pre_quant_scale import (
@@ -33,6 +34,7 @@ from megtool.quant.algorithms.weight_grid import (
 )
 from megtool.quant.calibration.observers import observe_amax
 from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.qparams import LowRankBranch
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat
 
 _ROOM_ABOVE = 448 / 256
@@ -45,13 +47,15 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(slots=True, kw_only=True)
 class FusedGroupResult:
-    """The result for a group; `amax` and `codes` are by module. Empty or zero means the default."""
+    """The result for a group; `amax`, `codes` and `branches` are by module. Empty or zero means the
+    default."""
 
     smoothing_scale: NDArray[np.float32] | None = None
     input_amax: float = 0.0
     global_amax: float = 0.0
     amax: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     codes: dict[str, NDArray[np.int8]] = field(default_factory=dict)
+    branches: dict[str, LowRankBranch] = field(default_factory=dict)
 
 
 def solve_fused_group(
@@ -78,6 +82,9 @@ def solve_fused_group(
         )
         scale, input_amax = _solve_smoothing(weights, format, grid, config, measured, to_stored)
     out = FusedGroupResult(input_amax=input_amax)
+    if config.rank and format.number.has_branch:
+        _solve_branches(out, weights, scale, grid, config.rank)
+        return out
     if scale is not None:
         out.smoothing_scale = scale.numpy()
     if grid.has_global_scale:
@@ -161,6 +168,25 @@ def _solve_smoothing(
         kind=INPUT_PACKINGS[format.algo],
         smoothing_scale=None if scale is None else scale.numpy(),
     )
+
+
+def _solve_branches(
+    out: FusedGroupResult,
+    weights: Mapping[str, Tensor],
+    scale: Tensor | None,
+    grid: Grid,
+    rank: int,
+) -> None:
+    """Solve SVDQuant's matrices, and scales and codes of the residuals; without data, smoothing
+    scales are ones."""
+    scale = torch.ones(next(iter(weights.values())).shape[1]) if scale is None else scale
+    out.smoothing_scale = scale.numpy()
+    smoothed = {n: w * scale for n, w in weights.items()}
+    out.branches, residuals = svdquant.split_low_rank(smoothed, rank)
+    out.global_amax = max(float(r.abs().max()) for r in residuals.values())
+    for name, residual_OI in residuals.items():
+        amax, codes = grid.encode(residual_OI, out.global_amax)
+        out.amax[name], out.codes[name] = amax.numpy(), codes.numpy()
 
 
 def _round_to_stored(

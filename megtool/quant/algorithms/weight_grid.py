@@ -109,6 +109,12 @@ class Grid:
             return to_e2m1(values, half_down=self.kind == "mxfp4").mul_(scale)
         return to_e4m3(values).mul_(scale)
 
+    def encode(self, weight_OI: Tensor, global_amax: float | None) -> tuple[Tensor, Tensor]:
+        """The amax of a weight, and the nearest codes under it as `stored_codes` gives them."""
+        amax = self.amax(weight_OI)
+        scale = self.broadcast(self.scale(amax, global_amax))
+        return amax, self.stored_codes(self.nearest_codes(weight_OI / scale))
+
     def nearest_codes(self, values: Tensor) -> Tensor:
         """The values of the nearest codes, integers or FP4 numbers; overwrites `values`."""
         if not self.is_integer:

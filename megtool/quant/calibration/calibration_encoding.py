@@ -11,7 +11,7 @@ import numpy as np
 
 from megtool.quant.calibration.calibration_file_io import Array, Arrays
 from megtool.quant.calibration.statistics import BINS, ActivationStatistics
-from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.qparams import KVCacheQParams, LowRankBranch, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, KV_BITS, RecipeFormat
 
 _SUMS = (("amax", "float32"), ("abs_sum", "float64"), ("square_sum", "float64"))
@@ -71,6 +71,8 @@ def encode_qparams(qparams: QParams, arrays: dict[str, Array]) -> dict[str, Any]
         for key in ("smoothing_scale", "amax", "codes"):
             if (array := getattr(t, key)) is not None:
                 arrays[f"weights/{name}/{key}"] = array
+        if t.branch is not None:
+            arrays |= {f"weights/{name}/{k}": getattr(t.branch, k) for k in ("up", "down")}
         weights[name] = {
             "format": formats.setdefault(t.format, len(formats)),
             "stores_pre_quant_scale": bool(t.stores_pre_quant_scale),
@@ -119,6 +121,7 @@ def decode_qparams(facts: Mapping[str, Any], arrays: Arrays) -> QParams:
             global_amax=_magnitude(entry["global_amax"]),
             codes=codes,
             input_amax=_magnitude(entry["input_amax"]),
+            branch=_decode_branch(arrays, prefix),
         )
     for name, entry in facts["kv_caches"].items():
         out.kv_caches[name] = KVCacheQParams(
@@ -133,6 +136,15 @@ def decode_qparams(facts: Mapping[str, Any], arrays: Arrays) -> QParams:
             raise ValueError(f"the norm scale of {name!r} is not finite and positive")
         out.norm_scales[name] = np.array(scales, np.float32)
     return out
+
+
+def _decode_branch(arrays: Arrays, prefix: str) -> LowRankBranch | None:
+    up, down = (_array(arrays, f"{prefix}/{k}", "float32", minimum=-np.inf) for k in ("up", "down"))
+    if up is None or down is None:
+        return None
+    if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0]:
+        raise ValueError(f"{prefix!r} has a branch of {list(up.shape)} and {list(down.shape)}")
+    return LowRankBranch(up=np.array(up), down=np.array(down))
 
 
 def _encode_format(format: RecipeFormat) -> dict[str, Any]:

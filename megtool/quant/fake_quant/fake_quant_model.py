@@ -32,8 +32,9 @@ from megtool.quant.fake_quant.input_rounding import (
     rounding_of,
 )
 from megtool.quant.fake_quant.rounding_torch import E4M3_LARGEST
+from megtool.quant.fake_quant.side_branch import SideBranch, fold_columns, make_side_branch
 from megtool.quant.fake_quant.weight_views import WeightViews
-from megtool.quant.qparams import QParams, WeightQParams
+from megtool.quant.qparams import LowRankBranch, QParams, WeightQParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +42,14 @@ class StoredQuantization:
     """What a quantized folder stores for running it, by canonical names of modules.
 
     `fp8_scales` are the scales of FP8 weights that have one each; `int4_scales` are W4A8_AWQ's
-    `weight_scale_2` (0: by the weight's own amax).
+    `weight_scale_2` (0: by the weight's own amax). `branches` are SVDQuant's, of smoothed inputs.
     """
 
     inputs: Mapping[str, InputRounding] = field(default_factory=dict)
     caches: Mapping[str, CacheRounding] = field(default_factory=dict)
     fp8_scales: Mapping[str, float] = field(default_factory=dict)
     int4_scales: Mapping[str, float] = field(default_factory=dict)
+    branches: Mapping[str, LowRankBranch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, qparams: QParams, fp8_scales: Mapping[str, float]) -> StoredQuantization:
@@ -66,6 +68,7 @@ class StoredQuantization:
                 for m, t in weights.items()
                 if t.format.algo == "W4A8_AWQ"
             },
+            branches=_branches(weights),
         )
 
 
@@ -107,6 +110,7 @@ class FakeQuantModel:
             self._stored = StoredQuantization(
                 inputs=_roundings(quantization.weights, folded=False),
                 caches={m: CacheRounding.of(c) for m, c in quantization.kv_caches.items()},
+                branches=_branches(quantization.weights),
             )
         stage = decoder.stage
         local_sites = [
@@ -114,6 +118,7 @@ class FakeQuantModel:
         ]
         self._site_hooks: list[tuple[HookLocation, Callable[..., Any]]] = []
         self._original_hooks: list[tuple[HookLocation, Any]] = []
+        self._side_branches: list[SideBranch] = []
         self._hooks: list[RemovableHandle] = []
         self._replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._before_head: Callable[[], None] | None = None
@@ -150,12 +155,16 @@ class FakeQuantModel:
         for place, tap in self._site_hooks:
             self._original_hooks.append((place, getattr(place.module, place.attribute)))
             place.set(tap)
+        for branch in self._side_branches:
+            branch.attach(branch)
         return self
 
     def stop(self) -> None:
         """Compute with the decoder's own weights again."""
         for place, tap in reversed(self._original_hooks):
             place.set(tap)
+        for branch in self._side_branches:
+            branch.attach(None)
         for hook in self._hooks:
             hook.remove()
         if self._before_head is not None:
@@ -311,7 +320,9 @@ class FakeQuantModel:
                 if place.is_here:
                     inputs[id(place.module), place.attribute].append((place, rounding))
         device = self._decoder.groups.device
-        for roundings in inputs.values():
+        branches = self._find_branches(sites)
+        views = WeightViews(self._decoder, [m for names in branches.values() for m in names])
+        for key, roundings in inputs.items():
             place, rounding = roundings[0]
             if place.expert is not None:
                 num_experts = place.module.get_parameter("weight").shape[0]
@@ -321,7 +332,26 @@ class FakeQuantModel:
                 tap: Callable[..., Any] = expert_hook(by_expert, num_experts, place, device)
             else:
                 tap = input_hook(rounding.local(place, device), place)
+            if key in branches and (
+                branch := make_side_branch(self._decoder, views, place, branches[key], tap)
+            ):
+                self._side_branches.append(branch)
+                tap = branch.tap
             self._site_hooks.append((place, tap))
+
+    def _find_branches(
+        self, sites: Sequence[ActivationSite]
+    ) -> dict[tuple[int, str], dict[str, LowRankBranch]]:
+        """SVDQuant's branches of inputs that are not divided, by where their inputs are."""
+        out: dict[tuple[int, str], dict[str, LowRankBranch]] = defaultdict(dict)
+        for site in sites if self._stored.branches else ():
+            branches = {m: b for m in site.modules if (b := self._stored.branches.get(m))}
+            for place in self._places(site) if branches else ():
+                for module, branch in branches.items():
+                    columns = self._stored.inputs[module].columns
+                    scale = None if columns is None else columns.numpy()
+                    out[id(place.module), place.attribute][module] = fold_columns(branch, scale)
+        return out
 
     def _places(self, site: ActivationSite) -> tuple[HookLocation, ...]:
         return places(self._decoder, site.name)
@@ -344,6 +374,10 @@ class FakeQuantModel:
 def _roundings(weights: Mapping[str, WeightQParams], *, folded: bool) -> dict[str, InputRounding]:
     roundings = {m: rounding_of(t, folded=folded) for m, t in weights.items()}
     return {m: r for m, r in roundings.items() if r is not None}
+
+
+def _branches(weights: Mapping[str, WeightQParams]) -> dict[str, LowRankBranch]:
+    return {m: t.branch for m, t in weights.items() if t.branch is not None}
 
 
 def _fused_fp8(site: ActivationSite) -> tuple[str, ...]:

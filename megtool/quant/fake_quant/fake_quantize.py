@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CalibrationError, FormatError
+from megtool.number_formats.decode_torch import low_rank_product
 from megtool.number_formats.layout import layout
 from megtool.quant.fake_quant.rounding_torch import (
     E2M1_LARGEST,
@@ -88,7 +89,7 @@ def fake_weight(
     modelopt) with the same scales. `dtype` is the stored dtype of the weight, from which it is
     encoded (`bfloat16`, whatever the dtype of `weight_OI`): per-tensor FP8 with `round_twice` is
     rounded to it first. With a `smoothing_scale` the product is float32 and `dtype` has no effect.
-    `codes` of float formats are the bits of each number.
+    `codes` of float formats are the bits of each number. The product of a `branch` is added.
 
     `as_run` adds what engines do when they run: under W4A8_AWQ they round the decoded INT4 weight
     to FP8, by `weight_scale_2` = amax / 448 of the entire weight, which is stored in addition to
@@ -117,6 +118,9 @@ def fake_weight(
     if name == "nvfp4" and weight_amax is not None:
         second_amax = qparams.global_amax or float(weight_amax)
         second = float(second_scale(algo, second_amax))
+    branch = None
+    if (b := qparams.branch) is not None:
+        branch = tuple(torch.as_tensor(m, device=device) for m in (b.up, b.down))
     quotient = dtype if smoothing_scale is None and qparams.format.round_twice else "float32"
     run = None
     if as_run and algo == "W4A8_AWQ" and weight_amax is not None:
@@ -153,6 +157,8 @@ def fake_weight(
         result = _unblocked(view * scale, granularity)[: len(x), :width]
         if run is not None:
             result = to_e4m3(result / run) * run
+        if branch is not None:
+            result = result + low_rank_product(branch[0][part], branch[1])
         out[part] = result if smoothing_scale is None else result / smoothing_scale
     if not bool(torch.isfinite(out).all()):
         raise FormatError(

@@ -22,19 +22,21 @@ _METHODS: Mapping[str, str] = {
     "awq_lite": "awq_lite",
     "awq_full": "awq_full",
     "awq_clip": "awq_clip",
+    "svdquant": "svdquant",
     "gptq": "gptq",
     "local_hessian": "local_hessian",
     "nvfp4_act_headroom": "nvfp4_act_headroom",
 }
 """Our algorithms and ModelOpt's, by ModelOpt's names."""
 
-MULTIPLYING = ("awq_lite", "awq_full", "awq_clip")
+MULTIPLYING = ("awq_lite", "awq_full", "awq_clip", "svdquant")
 """Algorithms that compare products, which modules then have to compute."""
 
 _OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "alpha": {"alpha": ("smoothquant",)},
     "alpha_step": {"alpha_step": ("awq_lite", "awq_full")},
     "damping": {"perc_damp": ("gptq",)},
+    "rank": {"lowrank": ("svdquant",)},
 }
 """Our options: ModelOpt's name, and the algorithms that have it."""
 
@@ -58,8 +60,10 @@ def name_modules(decisions: Sequence[Decision]) -> dict[str, str]:
     }
 
 
-def algorithm_for(recipe: Recipe, decisions: Sequence[Decision]) -> dict[str, Any]:
-    """ModelOpt's algorithm of a recipe, with its options.
+def algorithm_for(
+    recipe: Recipe, decisions: Sequence[Decision], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """ModelOpt's algorithm of a recipe, with its options; `names` are the modules' names for it.
 
     Raises:
         RecipeError: an algorithm that ModelOpt does not have, or not for a format, or several at
@@ -69,13 +73,18 @@ def algorithm_for(recipe: Recipe, decisions: Sequence[Decision]) -> dict[str, An
     methods = dict.fromkeys(
         (d.format.method if d.format else "") or recipe.method for d in quantized
     )
-    if len(methods) > 1:
+    skips = methods.keys() == {"svdquant", "max"}  # ModelOpt takes max for those it skips
+    if len(methods) > 1 and not skips:
         raise RecipeError(
             f"recipe {recipe.name} asks for {' and '.join(methods)}, and ModelOpt runs one "
             "algorithm for the whole model",
             hint="--backend megtool supports several",
         )
-    return _algorithm(recipe, next(iter(methods), "none"))
+    out = _algorithm(recipe, "svdquant" if skips else next(iter(methods), "none"))
+    if skips:
+        plain = [d for d in quantized if d.format and (d.format.method or recipe.method) == "max"]
+        out["skip_layers"] = [names[d.module.name] for d in plain]
+    return out
 
 
 def unused_options(recipe: Recipe, algorithm: Mapping[str, Any]) -> tuple[str, ...]:
@@ -109,8 +118,8 @@ def build_modelopt_config(
             f"the format of {undecided[0].module.name} is not chosen yet",
             hint="choose formats before calibrating",
         )
-    algorithm = algorithm_for(recipe, quantized)
     names = name_modules(decisions) if names is None else names
+    algorithm = algorithm_for(recipe, quantized, names)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for d in quantized:
         _check_format(d, algorithm["method"], device)
@@ -165,7 +174,7 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
     for option, value in options.items():
         for modelopt_name, methods in _OPTIONS.get(option, {}).items():
             if out["method"] in methods:
-                out[modelopt_name] = float(value)
+                out[modelopt_name] = value if option == "rank" else float(value)
     return out
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from megtool.errors import CalibrationError
+from megtool.quant.algorithms.pre_quant_scale import round_to_pre_quant_scale
+from megtool.quant.algorithms.svdquant import subtract_branch
 from megtool.quant.algorithms.weight_grid import make_grid
 from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.modelopt_backend.load_modelopt import silence_output
@@ -75,15 +77,19 @@ def _read_site(
     qparams: QParams, site: ActivationSite, group: Sequence[tuple[Decision, Any]], *, folds: bool
 ) -> None:
     """Read the parameters of one site. The smoothing scale is folded into the norm (`folds`) only
-    if all readers of the norm share it; else each module stores its own."""
+    if all readers of the norm share it; else each module stores its own, as with SVDQuant."""
     by_format: dict[tuple[RecipeFormat | None, bool], list[tuple[Decision, Any]]] = defaultdict(
         list
     )
     for d, m in group:
         by_format[d.format, m.input_quantizer.pre_quant_scale is not None].append((d, m))
     groups: list[list[WeightQParams]] = []
-    for (_, smoothed), members in by_format.items():
+    residuals: dict[str, Any] = {}
+    for (form, smoothed), members in by_format.items():
         scale = _read_smoothing_scale([m for _, m in members]) if smoothed else None
+        if form is not None and form.algo and form.number.has_branch:
+            groups.append([_read_branch(d, m, scale, residuals) for d, m in members])
+            continue
         into_norm = folds and len(members) == len(site.modules)
         if scale is not None and into_norm:
             qparams.norm_scales[site.norm] = scale
@@ -98,6 +104,31 @@ def _read_site(
             qparams.weights[t.module] = replace(
                 t, input_amax=input_amax, global_amax=global_amax if is_shared else t.global_amax
             )
+    for name, residual_OI in residuals.items():
+        t = qparams.weights[name]
+        amax, codes = make_grid(t.format).encode(residual_OI, t.global_amax)
+        qparams.weights[name] = replace(t, amax=amax.numpy(), codes=codes.numpy())
+
+
+def _read_branch(
+    decision: Decision, module: Any, scale: Floats | None, residuals: dict[str, Any]
+) -> WeightQParams:
+    """The parameters of a module with SVDQuant's matrices. What these leave of the weight, after
+    they and the smoothing scale are rounded to bfloat16, is added to `residuals`."""
+    import torch
+
+    quantizer = module.weight_quantizer
+    up, down, weight = (
+        t.detach().float().cpu()
+        for t in (quantizer.svdquant_lora_b, quantizer.svdquant_lora_a, module.weight)
+    )
+    exact_I = torch.ones(weight.shape[1]) if scale is None else torch.from_numpy(scale)
+    scale_I = round_to_pre_quant_scale(exact_I)
+    change_I = scale_I / exact_I
+    branch, residual = subtract_branch((weight + up @ down) * change_I, up, down * change_I)
+    residuals[decision.module.name] = residual
+    read = _read_weight(decision, module, scale_I.numpy(), stores=True)
+    return replace(read, branch=branch, global_amax=float(residual.abs().max()))
 
 
 def _read_smoothing_scale(modules: Sequence[Any]) -> Floats:

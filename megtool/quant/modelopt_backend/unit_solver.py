@@ -68,7 +68,7 @@ class ModelOptSolver:
         self._readers = map_norm_readers(sites, [d.module for d in decisions])
         self._ranks = RankSync(groups=groups)
         self._stage: Group = groups.stage()
-        algorithm = algorithm_for(recipe, decisions)
+        algorithm = algorithm_for(recipe, decisions, self._names)
         self.method = str(algorithm["method"])
         unused = ", ".join(unused_options(recipe, algorithm))
         self._notes = [f"ModelOpt's {self.method} has no {unused}: left out"] if unused else []

@@ -27,13 +27,14 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"megtool {__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedLayer:
-    """One quantized module under its stored name, its format, and whether it has a
-    `pre_quant_scale`."""
+    """One quantized module under its stored name, its format, whether it has a `pre_quant_scale`,
+    and the rank of SVDQuant's matrices (0: it has none)."""
 
     name: str
     algo: str
     group_size: int = 0
     smoothed: bool = False
+    rank: int = 0
 
 
 def quantization(
@@ -64,6 +65,8 @@ def _layer_config(layer: QuantizedLayer) -> dict[str, Any]:
         out["group_size"] = layer.group_size
     if layer.smoothed or layer.algo in ("W4A16_AWQ", "W4A8_AWQ"):
         out |= {"has_zero_point": False, "pre_quant_scale": layer.smoothed}
+    if layer.rank:
+        out["lora_rank"] = layer.rank
     return out
 
 
@@ -139,7 +142,7 @@ def inline(section: Mapping[str, Any]) -> dict[str, Any]:
     if groups:
         out["config_groups"] = groups
     out["ignore"] = list(section["exclude_modules"])
-    plain = ("group_size", "has_zero_point", "pre_quant_scale", "quantized_layers")
+    plain = ("group_size", "has_zero_point", "pre_quant_scale", "lora_rank", "quantized_layers")
     out |= {"quant_algo": section["quant_algo"]} | {k: section[k] for k in plain if k in section}
     if section["kv_cache_quant_algo"]:
         out["kv_cache_quant_algo"] = section["kv_cache_quant_algo"]
@@ -156,18 +159,22 @@ def _groups(section: Mapping[str, Any]) -> dict[str, Any]:
         for name, layer in section["quantized_layers"].items():
             names_by_layer[json.dumps(layer)].append(name)
         kinds = [(json.loads(key), sorted(names)) for key, names in names_by_layer.items()]
-    elif section["quant_algo"] in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
+    elif section["quant_algo"] in ("FP8", "NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4"):
         kinds = [(dict(section), ["Linear"])]
     else:
         return {}
     return {
         f"group_{i}": {
             **_scheme(layer["quant_algo"], layer.get("group_size", 0)),
+            **{k: layer[k] for k in _BRANCH_KEYS if "lora_rank" in layer},
             "targets": targets,
         }
         for i, (layer, targets) in enumerate(kinds)
     }
 
+
+_BRANCH_KEYS = ("has_zero_point", "pre_quant_scale", "lora_rank")
+"""What ModelOpt 0.47 adds to a group with SVDQuant's matrices (`convert_hf_config.py`)."""
 
 _INPUT_BITS = {"FP8": 8, "NVFP4": 4, "INT8": 8, "MXFP8": 8, "MXFP4": 4}
 

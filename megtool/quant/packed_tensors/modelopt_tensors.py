@@ -1,8 +1,9 @@
 """The tensors of a quantized module, as in ModelOpt's unified Hugging Face export.
 
 Names extend the module's Hugging Face name, as engines expect: `weight`, `weight_scale`,
-`weight_scale_2`, `input_scale`, `pre_quant_scale`; a KV cache has `k_proj.k_scale` and
-`v_proj.v_scale`. Single scales have no dimension.
+`weight_scale_2`, `input_scale`, `pre_quant_scale`, and for SVDQuant's matrices
+`weight_quantizer._svdquant_lora_a` and `_b`; a KV cache has `k_proj.k_scale` and `v_proj.v_scale`.
+Single scales have no dimension.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.formats.quantized_parts import LOW_RANK_SUFFIXES
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError
-from megtool.number_formats.decode import CODES, SCALE, SCALE_2
+from megtool.number_formats.decode import CODES, LOW_RANK_DOWN, LOW_RANK_UP, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import modelopt_scale, modelopt_second
-from megtool.quant.qparams import Floats, KVCacheQParams, WeightQParams
+from megtool.number_formats.small_floats import single
+from megtool.quant.qparams import Floats, KVCacheQParams, LowRankBranch, WeightQParams
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
 from megtool.reshard.constant_feed import round_to_dtype
 from megtool.tensors.sharded import GlobalTensor
@@ -99,14 +102,16 @@ def list_module_specs(
     amax: float = 0.0,
     inputs: NDArray[np.float32] | None = None,
     columns: Floats | None = None,
+    branch: LowRankBranch | None = None,
 ) -> list[QuantizedTensorSpec]:
     """List the tensors of the module `name` with a weight of `shape`, codes first.
 
     `amax` is that of the entire weight, if the format needs it; `inputs` is the `input_scale`;
-    `columns` are the smoothing scales, if they are stored, in `dtype`.
+    `columns` are the smoothing scales, if they are stored, in `dtype`, as is `branch`.
 
     Raises:
         UsageError: groups or blocks do not divide the weight, or rows cannot be paired.
+        CalibrationError: a number of the branch is too large for `dtype`.
     """
     packing = packing_of(form)
     out: list[QuantizedTensorSpec] = []
@@ -131,6 +136,24 @@ def list_module_specs(
         factors = round_to_dtype(np.float32(1) / columns.astype(np.float32), dtype)
         tensor = GlobalTensor(name=f"{name}.{COLUMNS_SCALE}", shape=columns.shape, dtype=dtype)
         out.append(QuantizedTensorSpec(tensor=tensor, value=factors))
+    return out + ([] if branch is None else _branch_specs(name, branch, dtype))
+
+
+def _branch_specs(name: str, branch: LowRankBranch, dtype: DType) -> list[QuantizedTensorSpec]:
+    """SVDQuant's matrices, in the dtype of the weight."""
+    out = []
+    for role, matrix in ((LOW_RANK_DOWN, branch.down), (LOW_RANK_UP, branch.up)):
+        value = round_to_dtype(matrix, dtype)
+        tensor = GlobalTensor(
+            name=f"{name}.{LOW_RANK_SUFFIXES[role][0]}", shape=matrix.shape, dtype=dtype
+        )
+        if not np.isfinite(single(value, dtype.name)).all():
+            raise CalibrationError(
+                f"the low-rank matrices of {name} have numbers that {dtype.name} cannot hold",
+                tensor=tensor.name,
+                hint="convert the model to bfloat16 first (megtool reshard --dtype bfloat16)",
+            )
+        out.append(QuantizedTensorSpec(tensor=tensor, value=value))
     return out
 
 

@@ -22,7 +22,7 @@ from megtool.checkpoint.store_check import (
 from megtool.checkpoint.store_publish import staging_prefix
 from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.config import LayoutOptions
-from megtool.errors import DestinationError, MegtoolError, UsageError
+from megtool.errors import DestinationError, MappingError, MegtoolError, UsageError
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, CalibrationSamples
@@ -219,10 +219,20 @@ class QuantizeRequest:
         """Refuse, before any work, a recipe whose result cannot be stored.
 
         Raises:
-            MappingError: no engine can load a weight of this family in this format.
+            MappingError: no engine can load a weight of this family in this format; or a Megatron
+                checkpoint is to hold SVDQuant's matrices.
         """
         from megtool.quant.pipeline.write import check_storable
 
+        formats = ((d.module.name, d.format) for d in self.decisions)
+        names = [n for n, f in formats if f is not None and f.algo and f.number.has_branch]
+        if names and self.output.to == "torch_dist":
+            raise MappingError(
+                f"{names[0]} is NVFP4_SVD, and a Megatron checkpoint has no place for its low-rank "
+                "matrices",
+                tensor=names[0],
+                hint="--to hf writes them",
+            )
         check_storable(self.resolved.source, self.decisions)
 
     def make_plan(self, samples: CalibrationSamples | None) -> QuantizePlan:

@@ -38,7 +38,7 @@ from megtool.quant.pipeline.weight_layout import (
     placement_error,
     row_layout,
 )
-from megtool.quant.qparams import Floats, QParams, WeightQParams
+from megtool.quant.qparams import Floats, LowRankBranch, QParams, WeightQParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.constant_feed import (
@@ -80,6 +80,18 @@ class StoredModule:
         """The per-channel smoothing scales to store."""
         first = self.weights[0].qparams
         return first.smoothing_scale if first.stores_pre_quant_scale else None
+
+    @property
+    def branch(self) -> LowRankBranch | None:
+        """SVDQuant's matrices to store, with the rows of all weights."""
+        first = self.weights[0].qparams.branch
+        if first is None:
+            return None
+        up = np.zeros((self.tensor.shape[0], first.up.shape[1]), np.float32)
+        for p in self.weights:
+            if p.qparams.branch is not None:
+                up[p.rows.indices(len(p.qparams.branch.up))] = p.qparams.branch.up
+        return LowRankBranch(up=up, down=first.down)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +220,7 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
         != (first.qparams.format.algo, first.qparams.format.group_size)
         or p.qparams.stores_pre_quant_scale != first.qparams.stores_pre_quant_scale
         or not np.array_equal(_smoothing_scale(p), _smoothing_scale(first))
+        or not _has_same_down(p.qparams.branch, first.qparams.branch)
     ]
     if missing or differ:
         neighbor = (missing or differ)[0].removesuffix(".weight")
@@ -232,6 +245,12 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
                 tensor=stored.tensor.name,
                 hint="exclude it with a first rule, or choose another format",
             )
+
+
+def _has_same_down(a: LowRankBranch | None, b: LowRankBranch | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return np.array_equal(a.down, b.down)
 
 
 def _smoothing_scale(weight: StoredWeight) -> Floats:
@@ -260,6 +279,7 @@ def list_tensor_specs(stored: StoredModule, *, checked: bool = True) -> list[Qua
         amax=max(p.amax for p in stored.weights),
         inputs=max(inputs, default=None),
         columns=first.qparams.smoothing_scale if first.qparams.stores_pre_quant_scale else None,
+        branch=stored.branch,
     )
 
 
@@ -400,6 +420,7 @@ def build_quantization_config(
             algo=s.weights[0].qparams.format.algo,
             group_size=s.weights[0].qparams.format.group_size,
             smoothed=s.smoothed is not None,
+            rank=0 if (b := s.branch) is None else len(b.down),
         )
         for s in modules
     ]

@@ -6,6 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megtool.errors import MappingError
 from megtool.quant.packed_tensors.pack import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.match import Decision
@@ -52,6 +55,11 @@ class RowLayout:
     def is_interleaved(self) -> bool:
         """Whether rows of other weights alternate with its rows."""
         return self.run != self.period
+
+    def indices(self, num_rows: int) -> NDArray[np.int64]:
+        """The rows in the stored matrix of `num_rows` rows of the weight."""
+        row = np.arange(num_rows)
+        return self.first + row // self.run * self.period + row % self.run
 
 
 def row_layout(to: Placement, tensor: GlobalTensor) -> RowLayout | None:

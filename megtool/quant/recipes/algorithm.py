@@ -96,6 +96,10 @@ METHODS: Mapping[str, Mapping[str, AlgorithmOption]] = MappingProxyType(
             "fold": _FLAG,
         },
         "awq": {"alpha_step": _STEP, "gptq": _FLAG, "fold": _FLAG, **_GPTQ},
+        "svdquant": {
+            "rank": AlgorithmOption(int, minimum=1, maximum=4096),
+            "alpha_step": _STEP,
+        },
         "gptq": _GPTQ,
         "learned_rounding": _LEARNED,
         "kl_div": {},
@@ -112,7 +116,8 @@ def read_algorithm(
 ) -> dict[str, Any]:
     """Read the `algorithm` of a recipe in megtool's own dialect.
 
-    The default is `max` if a format needs data, `kl_div` if formats are chosen, else `none`.
+    The default is `max` if a format needs data, `svdquant` if one has its matrices, `kl_div` if
+    formats are chosen, else `none`.
     """
     if node is None:
         return {"method": _default_method(formats.values())}
@@ -162,6 +167,8 @@ def _default_method(formats: Iterable[RecipeFormat]) -> str:
     listed = list(formats)
     if any(f.choose for f in listed):
         return "kl_div"
+    if any(f.algo and f.number.has_branch for f in listed):
+        return "svdquant"
     return "max" if any(_needs_data(f) for f in listed) else "none"
 
 
@@ -183,6 +190,8 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
     clips = bool(options.get("clip")) or method in ("awq_full", "awq_clip")
     clips |= is_fp4 and any(options.get(o) is True for o in _FP4_SCALES)
     gptq = chooses_codes(format)
+    if method == "svdquant":
+        return not number.has_branch
     if method == "none":
         return number.calibrates
     if method in SENSITIVITY_METHODS:
@@ -238,6 +247,13 @@ def check_methods(
                 )
             elif format.method and format.method not in ("max", "none"):
                 problems.add(format.line, f"{message}, a KV cache", "it has max, or constant: true")
+        elif format.algo and format.number.has_branch and method != "svdquant":
+            problems.add(
+                format.line,
+                f"{method} does not compute the low-rank matrices of format {format.name!r} "
+                f"({format.algo})",
+                "give it `algorithm: svdquant`",
+            )
         elif format.algo and not (not format.method and overall in SENSITIVITY_METHODS):
             options = algorithm if method == overall else {}
             if is_no_op(method, options, format):

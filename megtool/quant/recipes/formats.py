@@ -20,7 +20,8 @@ class NumberFormat:
     `group` x `group` block. `extra_bytes` are additional float32 scalars (the global scale, the
     input scale). `groups` are the group sizes that engines support, the default first; empty if
     there are no groups. `smooths`: a `pre_quant_scale` may be stored. `calibrates`: input scales
-    come from data.
+    come from data. `has_branch`: two 16-bit matrices of a low rank are added (SVDQuant), and a
+    `pre_quant_scale` is always stored.
     """
 
     algo: str
@@ -33,9 +34,13 @@ class NumberFormat:
     groups: tuple[int, ...] = ()
     smooths: bool = False
     calibrates: bool = False
+    has_branch: bool = False
 
-    def num_bytes(self, shape: Sequence[int], group: int, *, smoothed: bool = False) -> int:
-        """Bytes of a weight [out, in] with its scales; partial groups count as full groups."""
+    def num_bytes(
+        self, shape: Sequence[int], group: int, *, smoothed: bool = False, rank: int = 0
+    ) -> int:
+        """Bytes of a weight [out, in] with its scales, and with matrices of a low `rank`; partial
+        groups count as full groups."""
         rows, columns = shape
         scales = {
             "tensor": 1,
@@ -44,8 +49,9 @@ class NumberFormat:
             "block": math.ceil(rows / (group or 1)) * math.ceil(columns / (group or 1)),
         }[self.scaling]
         smooth = 2 * columns if smoothed and self.smooths else 0
+        branch = 2 * rank * (rows + columns) if self.has_branch else 0
         codes = math.ceil(rows * columns * self.bits / 8)
-        return codes + scales * self.scale_bytes + self.extra_bytes + smooth
+        return codes + scales * self.scale_bytes + self.extra_bytes + smooth + branch
 
 
 _E4M3, _FP4 = "FP8 (e4m3)", "FP4 (e2m1)"
@@ -159,6 +165,19 @@ _LIST = (
         calibrates=True,
     ),
     NumberFormat(
+        algo="NVFP4_SVD",
+        weights=f"{_FP4} as in NVFP4, and two matrices of a low rank in 16 bits (SVDQuant)",
+        inputs="NVFP4, with a calibrated scale a tensor; as they are for the matrices",
+        bits=4,
+        scaling="group",
+        scale_bytes=1,
+        extra_bytes=8,
+        groups=(16,),
+        smooths=True,
+        calibrates=True,
+        has_branch=True,
+    ),
+    NumberFormat(
         algo="W4A16_NVFP4",
         weights=f"{_FP4}, a scale in FP8 for 16 columns, and one more a tensor",
         inputs="as they are",
@@ -210,6 +229,7 @@ PACKINGS: Mapping[str, str] = {
     "MXFP4": "mxfp4:32",
     "W4A8_MXFP4_FP8": "mxfp4:32",
     "NVFP4": "nvfp4:{group}",
+    "NVFP4_SVD": "nvfp4:{group}",
     "W4A16_NVFP4": "nvfp4:{group}",
     "W4A8_NVFP4_FP8": "nvfp4:{group}",
 }
@@ -224,6 +244,7 @@ INPUT_PACKINGS: Mapping[str, str] = {
     "MXFP4": "mxfp4:32",
     "W4A8_MXFP4_FP8": "fp8:token",
     "NVFP4": "nvfp4:16",
+    "NVFP4_SVD": "nvfp4:16",
     "W4A8_NVFP4_FP8": "fp8:tensor",
 }
 """How engines quantize the inputs of a format, if they do: with a calibrated scale (`tensor`), or
@@ -234,8 +255,12 @@ ENGINE_INPUTS: Mapping[str, str] = MappingProxyType({**INPUT_PACKINGS, "FP8_PB_W
 under FP8_PB_WO every 128 columns of a token by their own amax (vLLM's
 `ModelOptFp8PbWoLinearMethod`, and DeepSeek's own kernels)."""
 
-SMOOTHING_METHODS = ("smoothquant", "awq", "awq_lite", "awq_full")
-"""Algorithms that store a `pre_quant_scale` where no preceding norm can absorb it."""
+SMOOTHING_METHODS = ("smoothquant", "awq", "awq_lite", "awq_full", "svdquant")
+"""Algorithms that store a `pre_quant_scale` where no preceding norm can absorb it; `svdquant`
+always stores one."""
+
+DEFAULT_RANK = 32
+"""Of SVDQuant's matrices, as in ModelOpt 0.47 (`SVDQuantConfig.lowrank`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,7 +233,8 @@ def _make_decision(
 
 
 def estimate_bytes(recipe: Recipe, module: ModuleInfo, format: RecipeFormat | None) -> int:
-    """Estimate the bytes of a module in a format: codes, scales and `pre_quant_scale`.
+    """Estimate the bytes of a module in a format: codes, scales, `pre_quant_scale`, and SVDQuant's
+    matrices.
 
     SmoothQuant and AWQ store a `pre_quant_scale` only for the output projections of attention and
     MLP; all others are absorbed by the preceding norm.
@@ -248,9 +249,11 @@ def estimate_bytes(recipe: Recipe, module: ModuleInfo, format: RecipeFormat | No
     smoothed = (
         method in SMOOTHING_METHODS
         and not recipe.folds_scales
-        and bool(module.roles & {"proj", "fc2"})
+        and (format.number.has_branch or bool(module.roles & {"proj", "fc2"}))
     )
-    return format.number.num_bytes(module.shape, format.group_size, smoothed=smoothed)
+    return format.number.num_bytes(
+        module.shape, format.group_size, smoothed=smoothed, rank=recipe.rank
+    )
 
 
 def _explain_no_effect(

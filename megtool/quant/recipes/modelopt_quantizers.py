@@ -145,11 +145,23 @@ def _decide(
     if constant_amax and not FORMATS[algo].calibrates:
         message = f"{algo} scales inputs as they come, and a constant amax is not supported"
         problems.add(recipe.rules[second[2]].line, message, "leave it out")
+    method = ""
+    if recipe.method == "svdquant":
+        skipped = recipe.algorithm.get("skip_layers") or ()
+        is_skipped = any(fnmatchcase(n, p) for n in module.names_in("hf") for p in skipped)
+        if is_skipped or module.kind != "linear":
+            method = "max"
+        elif algo == "NVFP4":
+            algo = "NVFP4_SVD"
+        else:
+            message = f"svdquant is for NVFP4 weights with inputs, and {module.name} is {algo}"
+            problems.add(recipe.rules[numbers[0]].line, message, "name it in skip_layers")
     format = RecipeFormat(
         name=f"{algo} {size}" + (f" {constant_amax:g}" if constant_amax else ""),
         algo=algo,
         group_size=size,
         input_amax=constant_amax,
+        method=method,
         line=recipe.rules[numbers[0]].line,
     )
     return format, numbers, reason

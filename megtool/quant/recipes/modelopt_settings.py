@@ -174,6 +174,7 @@ _RANGES = {
     "alpha": AlgorithmOption(float),
     "alpha_step": AlgorithmOption(float, minimum=0.001),
     "perc_damp": AlgorithmOption(float, excludes_minimum=True),
+    "lowrank": AlgorithmOption(int, minimum=1, maximum=4096),
 }
 _SCALES = ("shared_states", "distributed_sync")
 _CLIPS = ("max_co_batch_size", "max_tokens_per_batch", "min_clip_ratio", "shrink_step", "debug")
@@ -186,10 +187,11 @@ _ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "awq_clip": _CLIPS,
     "awq_full": ("alpha_step", *_CLIPS),
     "awq": ("alpha_step", *_CLIPS),
+    "svdquant": ("lowrank", "skip_layers"),
     "gptq": ("perc_damp", "block_size", "fused"),
     "none": (),
 }
-_UNSUPPORTED_ALGORITHMS = ("svdquant", "lsq", "nvfp4_act_headroom")
+_UNSUPPORTED_ALGORITHMS = ("lsq", "nvfp4_act_headroom")
 """ModelOpt algorithms without a counterpart, even if names look similar."""
 _ANY = ("method", "moe_calib_experts_ratio", "layerwise")
 _SHOWN = "get_qdq_activations_from_prev_layer"
@@ -233,6 +235,8 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
             _check_layerwise(value, method, problems)
         elif key in _RANGES and plain is not None and not _RANGES[key].accepts(plain):
             problems.add(line, f"{key} is {plain!r}", _RANGES[key].describe())
+        elif key == "skip_layers" and not _is_patterns(plain):
+            problems.add(line, f"{key} is {plain!r}", "a list of patterns of module names")
         elif key in _VALUES and plain not in _VALUES[key]:
             problems.add(line, f"{key} {_shorten(plain)} is not supported", "leave it out")
         elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
@@ -240,6 +244,10 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
     if searched:
         notes.append(f"{method} uses fixed search steps and ignores {', '.join(searched)}")
     return dict(node.plain()) | {"method": method}
+
+
+def _is_patterns(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value))
 
 
 def _name(node: Node) -> str:

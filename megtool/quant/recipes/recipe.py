@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.quant.recipes.algorithm import METHODS, check_methods, read_algorithm
-from megtool.quant.recipes.formats import FORMATS, KV_BITS, RecipeFormat
+from megtool.quant.recipes.formats import DEFAULT_RANK, FORMATS, KV_BITS, RecipeFormat
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rotation import RotationSettings, read_rotation
@@ -63,6 +63,12 @@ class Recipe:
     def folds_scales(self) -> bool:
         """Whether smoothing scales are used only where a norm absorbs them."""
         return bool(self.algorithm.get("fold"))
+
+    @property
+    def rank(self) -> int:
+        """The rank of SVDQuant's matrices; ModelOpt calls the option `lowrank`."""
+        options = self.algorithm if self.method == "svdquant" else {}
+        return int(options.get("rank") or options.get("lowrank") or DEFAULT_RANK)
 
     @property
     def method(self) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.catalogue import Catalogue, StoredPart
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
@@ -24,7 +24,7 @@ from megtool.checkpoint.transport.tile import split_box
 from megtool.checkpoint.work_threads import run_jobs
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, MappingError
-from megtool.number_formats.decode import COLUMNS
+from megtool.number_formats.decode import COLUMNS, LOW_RANK
 from megtool.number_formats.small_floats import single
 from megtool.quant.verification.step_sizes import LARGEST, StepSizes, map_part
 from megtool.tensors.box import strides
@@ -162,17 +162,31 @@ def measure_errors(
     out = {w.name: ErrorSums() for w in weights}
     lock = threading.Lock()
     scales = {w.name: StepSizes.of(w.written, w.shape, written.catalogue) for w in weights}
+    rounded = {n: _without_branch(parts) for n, parts in written.catalogue.packed.items()}
+    has_branch = {
+        n for n, parts in rounded.items() if len(parts) < len(written.catalogue.packed[n])
+    }
+    residuals = CheckpointReader(replace(written.catalogue, packed=rounded), written.files)
 
     def work(part: WeightPart) -> None:
-        sums = _measure_part(part, source, written, scales[part.weight.name])
+        residual = residuals if part.written.stored in has_branch else None
+        sums = _measure_part(part, source, written, scales[part.weight.name], residual)
         with lock:
             out[part.weight.name].merge(sums)
         progress(sums.count + sums.num_nan)
 
-    run_jobs(
-        [job for w in weights for job in split_weight(w, source, written)], work, threads=threads
-    )
+    with residuals:
+        run_jobs(
+            [job for w in weights for job in split_weight(w, source, written)],
+            work,
+            threads=threads,
+        )
     return out
+
+
+def _without_branch(parts: tuple[StoredPart, ...]) -> tuple[StoredPart, ...]:
+    """The parts that are rounded, without SVDQuant's matrices."""
+    return tuple(p for p in parts if p.part.role not in LOW_RANK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +224,14 @@ def split_weight(
 
 
 def _measure_part(
-    part: WeightPart, source: CheckpointReader, written: CheckpointReader, steps: StepSizes | None
+    part: WeightPart,
+    source: CheckpointReader,
+    written: CheckpointReader,
+    steps: StepSizes | None,
+    residual: CheckpointReader | None,
 ) -> ErrorSums:
+    """The sums of a part; `residual` reads what is left of the weight by SVDQuant's matrices, whose
+    elements bound the error of rounding."""
     u, v = source.open_canonical(part.source), written.open_canonical(part.written)
     x = numeric_values(u.read().reshape(-1), u.dtype).astype(np.float32, copy=False)
     y = numeric_values(v.read().reshape(-1), v.dtype).astype(np.float32, copy=False)
@@ -242,6 +262,10 @@ def _measure_part(
     first = part.start // columns
     size, gap = np.abs(x).reshape(-1, columns), difference.reshape(-1, columns)
     ratio = _add_worst_row(out, size, gap, first)
+    if residual is not None:
+        view = residual.open_canonical(part.written)
+        size = np.abs(x - (y - numeric_values(view.read().reshape(-1), view.dtype)))
+        size = size.reshape(-1, columns)
     step = None if steps is None else steps.step(first, first + len(size), columns)
     if steps is None or step is None:
         out.lost_row, out.lost_row_error = out.worst_row, out.worst_row_error

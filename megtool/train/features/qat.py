@@ -318,6 +318,12 @@ def make_qat_request(
             page=None,
         ),
     )
+    if any(d.format.number.has_branch for d in job.decisions if d.format and d.format.algo):
+        raise UsageError(
+            f"--qat {recipe} cannot be used: its low-rank matrices are not trained",
+            hint="recipe nvfp4, whose weights are rounded as a whole",
+            error_id="option-without-effect",
+        )
     if job.needs_choice:
         raise UsageError(
             f"--qat {recipe} cannot be used: it chooses formats by their sensitivity",

@@ -33,6 +33,7 @@ from tests.support.worlds.gloo_world import run_world
 
 TOKENS = torch.arange(48).view(2, 24) * 37 % 128
 ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "MXFP8", "NVFP4"]
+SVD = "NVFP4_SVD"
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,13 @@ def in_transformers(folder: Path, settlement: QParams) -> Tensor:
         if t.format.algo == "FP8" and largest > amaxes[name]:  # engines give all of them one scale
             codes = (weight / (largest / 448)).clamp(-448, 448).to(torch.float8_e4m3fn)
             weight = codes.float() * (largest / 448)
+        if t.branch is not None:
+            branch = torch.from_numpy(t.branch.up @ t.branch.down / t.smoothing_scale)
+            weight = weight - branch
+            linear.register_forward_pre_hook(lambda module, args: setattr(module, "rows", args[0]))
+            linear.register_forward_hook(
+                lambda module, _, y, branch=branch: y + module.rows @ branch.T
+            )
         linear.weight.data = weight
         linear.register_forward_pre_hook(lambda _, args, t=t: (fake_input(args[0], t),))
     with torch.no_grad():
@@ -92,10 +100,16 @@ def in_transformers(folder: Path, settlement: QParams) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("algo", [*ALGOS, SVD])
 def test_as_transformers_with_each_linear_on_its_own(llama: Path, algo: str) -> None:
     source, modules, points = open_model_source(llama)
-    settlement = make_qparams(modules, points, lambda name: algo, smooth=algo in ALGOS[2:4])
+    kept = "head" if algo == SVD else ""  # whose branch would multiply rounded inputs
+    settlement = make_qparams(
+        modules,
+        points,
+        lambda name: "" if name == kept else algo,
+        smooth=algo in (*ALGOS[2:4], SVD),
+    )
     decoder = load(source, dtype="float32")
     before = logits(decoder)
     with FakeQuantModel(decoder, points, settlement):
@@ -112,7 +126,7 @@ def test_weights_on_demand_are_rounded_when_they_come(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     source, modules, points = open_model_source(request.getfixturevalue(model))
-    settlement = make_qparams(modules, points, lambda name: "NVFP4", cache="FP8")
+    settlement = make_qparams(modules, points, lambda name: SVD, smooth=True, cache="FP8")
     resident, demanded = (
         load(source, dtype="float32"),
         load(source, dtype="float32", stream_layers=True),
@@ -234,7 +248,8 @@ def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("model", "algo"), [("llama", "FP8_PER_CHANNEL_PER_TOKEN"), ("moe", "NVFP4"), ("llama", "FP8")]
+    ("model", "algo"),
+    [("llama", "FP8_PER_CHANNEL_PER_TOKEN"), ("moe", SVD), ("llama", "FP8"), ("llama", SVD)],
 )
 def test_two_ranks_compute_the_same(model: str, algo: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(model)

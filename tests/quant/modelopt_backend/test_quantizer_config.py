@@ -69,16 +69,16 @@ def test_nvfp4_is_rounded_by_us_where_modelopt_needs_a_gpu(folder: Path) -> None
 def test_options_have_modelopts_names(folder: Path) -> None:
     decided = resolve_recipe(folder, "int4_awq", group_size=64)
     decisions = decided.matched.decisions
-    assert algorithm_for(decided.recipe, decisions) == {"method": "awq_full", "alpha_step": 0.1}
+    assert algorithm_for(decided.recipe, decisions, {}) == {"method": "awq_full", "alpha_step": 0.1}
     gptq = replace(decided.recipe, algorithm={"method": "gptq", "damping": 0.05, "shrinkage": 0.3})
-    assert algorithm_for(gptq, decisions) == {"method": "gptq", "perc_damp": 0.05}
-    assert unused_options(gptq, algorithm_for(gptq, decisions)) == ("shrinkage",)
+    assert algorithm_for(gptq, decisions, {}) == {"method": "gptq", "perc_damp": 0.05}
+    assert unused_options(gptq, algorithm_for(gptq, decisions, {})) == ("shrinkage",)
     theirs = replace(
         decided.recipe,
         dialect="modelopt",
         algorithm={"method": "mse", "step_size": 0.2, "layerwise": {"enable": True}},
     )
-    assert algorithm_for(theirs, decisions) == {"method": "mse", "step_size": 0.2}
+    assert algorithm_for(theirs, decisions, {}) == {"method": "mse", "step_size": 0.2}
     assert unused_options(theirs, {"method": "mse", "step_size": 0.2}) == ()
 
 

@@ -25,7 +25,6 @@ NOT_OURS = {
     "NVFP4_AFFINE_KV_CFG": "bias",
     "NVFP4_KV_ROTATE_CFG": "rotate",
     "NVFP4_FOUR_OVER_SIX_CFG": "four_over_six",
-    "NVFP4_SVDQUANT_DEFAULT_CFG": "svdquant",
 }
 """Presets that ask for what no engine format of ours has, and by what word they are refused."""
 FILES_NOT_OURS = {"nvfp4_act_headroom-kv_fp8_cast.yaml": "nvfp4_act_headroom"}

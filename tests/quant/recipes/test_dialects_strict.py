@@ -75,8 +75,13 @@ def blocks(**more: Any) -> dict[str, Any]:
         ),
         (modelopt(FP8, FP8, "maxx"), "algorithm 'maxx' is not supported (did you mean 'max'?)"),
         (
-            modelopt(NVFP4, NVFP4, {"method": "svdquant", "lowrank": 8}),
-            "'svdquant' is not supported",
+            modelopt(FP8, FP8, {"method": "svdquant", "lowrank": 8}),
+            "svdquant is for NVFP4 weights with inputs, and",
+        ),
+        (modelopt(NVFP4, NVFP4, {"method": "svdquant", "lowrank": 0}), "lowrank is 0"),
+        (
+            modelopt(NVFP4, NVFP4, {"method": "svdquant", "skip_layers": "*q_proj"}),
+            "skip_layers is '*q_proj'",
         ),
         (modelopt(NVFP4, NVFP4, ["awq_lite", "gptq"]), "a list of algorithms is not supported"),
         (

@@ -35,6 +35,7 @@ NAMES = [
     "nvfp4_from_mxfp4",
     "nvfp4_gptq",
     "nvfp4_learned_rounding",
+    "nvfp4_svdquant",
     "w4a16_nvfp4",
     "w4a8_awq",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megtool.quant.calibration.activation_sites import ActivationSite, list_acti
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.fake_quant.fake_quant_model import StoredQuantization
 from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
-from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.qparams import KVCacheQParams, LowRankBranch, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.quant.resolve import ResolvedRecipe
@@ -104,6 +104,8 @@ def make_qparams(
                 continue
             group = (FORMATS[chosen].groups or (0,))[0]
             more: dict[str, Any] = {"smoothing_scale": columns.astype(np.float32)} if smooth else {}
+            if FORMATS[chosen].has_branch:
+                more["branch"] = _branch(known[name].shape, seed=len(out.weights))
             out.weights[name] = WeightQParams(
                 module=name,
                 format=RecipeFormat(name="f", algo=chosen, group_size=group),
@@ -112,6 +114,13 @@ def make_qparams(
                 **more,
             )
     return out
+
+
+def _branch(shape: Sequence[int], *, seed: int) -> LowRankBranch:
+    """A branch of rank 3, of another `down` for each module."""
+    draw = np.random.default_rng(seed)
+    up, down = draw.normal(size=(shape[0], 3)) / 20, draw.normal(size=(3, shape[1])) / 2
+    return LowRankBranch(up=up.astype(np.float32), down=down.astype(np.float32))
 
 
 def measure_sensitivities(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megtool.model.batch import Batch
 from megtool.quant.calibration.activation_sites import map_norm_readers
 from megtool.quant.modelopt_backend.load_modelopt import import_modelopt, silence_output
 from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
 from megtool.quant.modelopt_backend.read_qparams import read_qparams
+from megtool.quant.modelopt_backend.unit_modules import ROUNDING
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe
 from tests.support.quant.loaded import points_of
@@ -46,6 +49,34 @@ def calibrate_on_transformers(
         map_norm_readers(sites, [d.module for d in decisions]),
         chose_codes=config["algorithm"]["method"] == "gptq",
     )
+
+
+def export_svdquant(
+    folder: Path, out: Path, tokens_BS: Tensor, *, rank: int
+) -> tuple[Tensor, Path]:
+    """SVDQuant by ModelOpt's preset of the transformers model of a folder, in float32: the logits
+    of its fake-quantized model, and the folder it exports.
+
+    NVFP4 is rounded by our emulation, since ModelOpt's own needs a GPU.
+    """
+    import transformers
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+
+    mtq = import_modelopt()
+    config = copy.deepcopy(mtq.NVFP4_SVDQUANT_DEFAULT_CFG)
+    config["algorithm"] = {"method": "svdquant", "lowrank": rank}
+    for entry in config["quant_cfg"]:
+        if entry.get("cfg"):
+            entry["cfg"] = {k: v for k, v in entry["cfg"].items() if k != "effective_bits"}
+            entry["cfg"] |= {"backend": ROUNDING}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with silence_output(), torch.no_grad():
+        model = mtq.quantize(model, config, lambda m: m(tokens_BS))
+        requantize_resmooth_fused_llm_layers(model)
+        want = model(tokens_BS).logits
+        export_hf_checkpoint(model, export_dir=out)
+    return want, out
 
 
 def transformers_inputs(batch: Batch) -> dict[str, Any]:
