@@ -25,8 +25,10 @@ from megtool.export.read_quantized import (
     listed_ignored,
 )
 from megtool.export.small_tensors import SmallTensorReader, reciprocal
-from megtool.number_formats.decode import COLUMNS, SCALE, SCALE_2
+from megtool.number_formats.decode import COLUMNS, LOW_RANK, LOW_RANK_UP, SCALE, SCALE_2
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
+from megtool.quant.pipeline.weight_layout import row_layout
+from megtool.quant.qparams import LowRankBranch
 from megtool.quant.recipes.formats import ENGINE_INPUTS
 from megtool.quant.recipes.modules import BLOCKS, ModuleInfo, list_modules
 from megtool.reshard.source import CheckpointSource
@@ -112,6 +114,7 @@ def read_stored_quantization(source: CheckpointSource) -> StoredQuantization | N
             module = name.removesuffix(".weight")
             names.setdefault(source.placement_of(name).stored, []).append(module)
     inputs: dict[str, InputRounding] = {}
+    branches: dict[str, LowRankBranch] = {}
     with _ScaleReader(catalogue) as scales:
         reader = _RoundingReader(config, catalogue, finder, scales)
         for packed in weights:
@@ -119,6 +122,8 @@ def read_stored_quantization(source: CheckpointSource) -> StoredQuantization | N
             rounding = reader.read(packed) if modules else None
             if rounding is not None:
                 inputs |= dict.fromkeys(modules, rounding)
+            if modules and (branch := scales.branch(packed)) is not None:
+                branches |= dict.fromkeys(modules, branch)
         caches = {
             module: CacheRounding(kind=kind, key_scale=key, value_scale=value)
             for module, (kind, key, value) in _caches(source, config, catalogue, scales).items()
@@ -128,7 +133,27 @@ def read_stored_quantization(source: CheckpointSource) -> StoredQuantization | N
         caches=caches,
         fp8_scales=_by_module(reader.fp8_scales, names),
         int4_scales=_by_module(reader.int4_scales, names),
+        branches={m: _branch_rows(source, m, b) for m, b in branches.items()},
     )
+
+
+def _branch_rows(source: CheckpointSource, module: str, stored: LowRankBranch) -> LowRankBranch:
+    """The branch of a module, of which a stored tensor may hold several.
+
+    Raises:
+        FormatError: rows of several modules alternate with each other's columns there.
+    """
+    place = source.placement_of(f"{module}.weight")
+    rows = row_layout(place, source.catalogue[place.stored])
+    if rows is None or rows.is_transposed:
+        raise FormatError(
+            "has a low-rank branch, and no contiguous rows in its tensor",
+            file=source.path,
+            tensor=place.stored,
+            hint=DEQUANTIZE_HINT,
+        )
+    count = source.view.canonical[f"{module}.weight"].shape[0]
+    return LowRankBranch(up=stored.up[rows.indices(count)], down=stored.down)
 
 
 def _by_module(values: Mapping[str, float], names: Mapping[str, Iterable[str]]) -> dict[str, float]:
@@ -161,6 +186,14 @@ class _ScaleReader(SmallTensorReader):
             return None
         values = np.broadcast_to(self.read(stored).reshape(-1), packed.shape[-1:])
         return torch.from_numpy(np.array(reciprocal(values)))
+
+    def branch(self, packed: PackedWeight) -> LowRankBranch | None:
+        """SVDQuant's matrices; None where none are stored."""
+        names = {p.role: n for p, n in packed.parts}
+        if LOW_RANK_UP not in names:
+            return None
+        up, down = (np.array(self.read(names[r])) for r in LOW_RANK)
+        return LowRankBranch(up=up, down=down)
 
     def __enter__(self) -> _ScaleReader:
         return self

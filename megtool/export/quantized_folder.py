@@ -39,6 +39,7 @@ from megtool.export.report import ExportReport
 from megtool.export.small_tensors import SmallTensorReader, reciprocal
 from megtool.export.staged_export import PlannedExport
 from megtool.lint.folder_view import plan_folder
+from megtool.number_formats.decode import LOW_RANK
 from megtool.number_formats.small_floats import single
 from megtool.options.groups import SourceOptions
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
@@ -231,7 +232,8 @@ def _plan_tensors(
     """Tensors in the order of the source's files, each module's where its codes were."""
     out = _TensorPlan()
     by_codes = {m.parts[0][1]: form.plan_module(m) for m in folder.modules}
-    part_names = {n for m in folder.modules for _, n in m.parts}
+    # SVDQuant's matrices are copied under the names that they have.
+    part_names = {n for m in folder.modules for p, n in m.parts if p.role not in LOW_RANK}
     constants: list[tuple[GlobalTensor, NDArray[Any]]] = []
     renamed = {m.input_scale for m in folder.modules if m.input_scale}
     for tensor in folder.catalogue.tensors:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.number_formats.decode import COLUMNS
+from megtool.number_formats.decode import COLUMNS, LOW_RANK_DOWN
 from megtool.number_formats.packed_parts import PackedPart
 
 
@@ -45,6 +45,12 @@ class QuantizedModule:
     def is_smoothed(self) -> bool:
         """Inputs are to be multiplied by stored factors first."""
         return self.part(COLUMNS) is not None
+
+    @property
+    def rank(self) -> int:
+        """That of SVDQuant's matrices, 0 where there are none."""
+        down = self.part(LOW_RANK_DOWN)
+        return 0 if down is None else down[0].shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_decoder
 from tests.support.errors import raises
+from tests.support.quant.modelopt_on_transformers import export_svdquant
 from tests.support.quant.quantize_sizes import save_llama
 
 TOKENS = torch.arange(96).view(2, 48) * 37 % 250
@@ -78,10 +79,18 @@ def distance(got: Tensor, want: Tensor) -> float:
         "fp8_kv_fp8",
         "int8_sq",
         "fp8_block128",
-        "nvfp4_awq",
+        "nvfp4_svdquant",
         *(
             pytest.param(r, marks=pytest.mark.slow)
-            for r in ("fp8_per_channel", "mxfp8", "mxfp4", "w4a8_awq", "kv_nvfp4", "int4_awq")
+            for r in (
+                "nvfp4_awq",
+                "fp8_per_channel",
+                "mxfp8",
+                "mxfp4",
+                "w4a8_awq",
+                "kv_nvfp4",
+                "int4_awq",
+            )
         ),
     ],
 )
@@ -210,6 +219,15 @@ def test_as_modelopt_computes(llama: Path, tmp_path: Path, preset: str, limit: f
         want = model(TOKENS).logits
     assert distance(logits(tmp_path / "out"), want) < limit
     assert distance(logits(tmp_path / "out", as_engine=False), want) > 2 * limit
+
+
+@pytest.mark.peers
+def test_as_modelopt_computes_svdquant(llama: Path, tmp_path: Path) -> None:
+    """ModelOpt's fake-quantized model after its export has fused siblings, and what it exports."""
+    pytest.importorskip("modelopt.torch.quantization")
+    want, out = export_svdquant(llama, tmp_path / "out", TOKENS, rank=4)
+    assert distance(logits(out), want) < 1e-5
+    assert distance(logits(out, as_engine=False), want) > 0.02
 
 
 def test_siblings_take_the_larger_scale_of_their_inputs(llama: Path, tmp_path: Path) -> None:

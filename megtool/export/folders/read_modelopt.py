@@ -20,7 +20,7 @@ from megtool.lint.quant_config import (
     parse_hf_quant_config,
     parse_quantization_config,
 )
-from megtool.number_formats.decode import SCALE_2
+from megtool.number_formats.decode import LOW_RANK_UP, SCALE_2
 from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
 from megtool.quant.packed_tensors.modelopt_tensors import GLOBAL_SCALE_DIVISORS, INPUT_SCALE, NAMES
 from megtool.quant.recipes.formats import FORMATS
@@ -95,6 +95,13 @@ def read_module(weight: QuantizedWeight, config: QuantConfig) -> QuantizedModule
         spans = tuple(PartSpan(WHOLE) for _ in t.shape)
         part = PackedPart(role=SCALE_2, dtype=t.dtype.name, shape=t.shape, spans=spans)
         parts.append((part, second))
+    has_branch = any(p.role == LOW_RANK_UP for p, _ in parts)
+    if has_branch != number.has_branch:
+        raise weight.error(
+            f"{config.file} says it is {algo}, and it has {'' if has_branch else 'no '}"
+            "svdquant_lora_a and svdquant_lora_b",
+            hint="do the files belong together?",
+        )
     inputs = weight.find_single(INPUT_SCALE)
     if number.calibrates and not inputs:
         raise _missing(weight, INPUT_SCALE, algo)
@@ -155,14 +162,16 @@ def _infer_algo(weight: QuantizedWeight) -> str:
     """The format of a module that nothing is said of."""
     inputs = f"{weight.module}.{INPUT_SCALE}" in weight.finder.catalogue
     second = f"{weight.module}.{NAMES[SCALE_2]}" in weight.finder.catalogue
+    has_branch = any(p.role == LOW_RANK_UP for p, _ in weight.packed.parts)
     candidates = {
         "fp8": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
         "int8": ("W8A8_SQ_PER_CHANNEL",) if inputs else ("W8A16",),
         "int4rows": ("W4A8_AWQ",) if second else ("W4A16_AWQ",),
         "mxfp8": ("MXFP8",),
         "mxfp4": ("MXFP4",),
+        "svd": ("NVFP4_SVD",),
         "nvfp4": ("NVFP4", "W4A8_NVFP4_FP8") if inputs else ("W4A16_NVFP4",),
-    }[weight.numbers]
+    }["svd" if has_branch else weight.numbers]
     for algo in candidates:
         group = infer_group_size(weight, algo)
         if weight.fits(algo, group) and (algo != "NVFP4" or group == 16):

@@ -79,7 +79,11 @@ class ModelOptForm:
         """hf_quant_config.json and config.json say the same."""
         layers = [
             QuantizedLayer(
-                name=m.name, algo=m.algo, group_size=m.group_size, smoothed=m.is_smoothed
+                name=m.name,
+                algo=m.algo,
+                group_size=m.group_size,
+                smoothed=m.is_smoothed,
+                rank=m.rank,
             )
             for m in folder.modules
         ]

@@ -28,7 +28,7 @@ from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.export.gguf.block_encoder import GrainFeed, find_grain_order
 from megtool.export.small_tensors import reciprocal
-from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
+from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, LOW_RANK, SCALE, SCALE_2
 from megtool.number_formats.gguf import block, pack_nvfp4
 from megtool.number_formats.packed_parts import WHOLE, PackedPart
 from megtool.number_formats.small_floats import single
@@ -155,6 +155,8 @@ def _place_parts(catalogue: Catalogue, p: Placement) -> tuple[Placement, Placeme
     if stored.packing != _PACKING:
         return None
     parts = {f.part.role: f.part for f in catalogue.packed[p.stored]}
+    if not parts.keys().isdisjoint((COLUMNS, *LOW_RANK)):  # blocks have no place for them
+        return None
     last = len(stored.shape) - 1
     is_whole = p.dims[-1] == last and p.dims.count(last) == 1 and not p.base[last] and not p.shift
     if not is_whole or p.mults[-1] != 1 or p.shape[-1] != stored.shape[last]:

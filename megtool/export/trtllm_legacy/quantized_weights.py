@@ -48,8 +48,10 @@ _NEAREST: Mapping[str, str] = {
     "W4A16_NVFP4": "nvfp4 or int4_awq",
     "W4A8_NVFP4_FP8": "w4a8_awq",
     "W8A16": "int8_sq",
+    "NVFP4_SVD": "nvfp4",
     "NVFP4": "nvfp4 without factors of columns",
 }
+_NEWER = "; newer TensorRT-LLM loads the folder as it is: --to trtllm"
 _CALIBRATED = ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4")
 _SMOOTHED = ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
 
@@ -277,8 +279,8 @@ def _check_algos(modules: Iterable[QuantizedModule]) -> None:
             f"{listed(names)}: {algo} is no format of legacy TensorRT-LLM"
             + (", with inputs multiplied by factors first" if algo in ALGOS else ""),
             tensor=names[0],
-            hint=f"the nearest recipe is {_NEAREST.get(algo, 'fp8')}; newer TensorRT-LLM loads the "
-            "folder as it is: --to trtllm",
+            hint=f"the nearest recipe is {_NEAREST.get(algo, 'fp8')}"
+            + ("" if algo == "NVFP4_SVD" else _NEWER),
             error_id="unsupported-by-engine",
         )
 
