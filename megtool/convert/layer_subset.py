@@ -45,7 +45,11 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
                 hint="for example 0-15, or 0-3,8",
             )
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last >= num_layers:
+        if last < first:
+            raise UsageError(
+                f"layers {part!r} end before they begin", hint=f"{last}-{first}, or {first},{last}"
+            )
+        if last >= num_layers:
             raise UsageError(
                 f"layers {part!r} of a model that has {num_layers}",
                 hint=f"the first is 0, the last {num_layers - 1}",

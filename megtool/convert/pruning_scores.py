@@ -26,6 +26,10 @@ _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads"),
     *("head_dim", "num_experts"),
 )
+MEASURED = ("source", "data", "tokens")
+"""What a file of scores says of the measurement: the model, the text and its tokens."""
+
+_LAYERS_WITH = {"ffn": "an MLP without experts", "heads": "attention", "experts": "experts"}
 _HINT = "`megtool evaluate SRC --data FILE --pruning-scores FILE` writes it"
 
 Scores = tuple[float, ...]
@@ -144,6 +148,7 @@ def read_scores(path: Path) -> PruningScores:
             ffn=by_layer["ffn"],
             heads=by_layer["heads"],
             experts=by_layer["experts"],
+            about={name: value[name] for name in MEASURED if name in value},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise FormatError(f"its scores are damaged: {e}", file=path, hint=_HINT) from e
@@ -176,7 +181,11 @@ def choose_parts(
     def by_layer(name: str, count: int, flag: str, layers: frozenset[int]) -> ByLayer:
         rows_of: ByLayer = getattr(scores, name)
         if not layers:
-            raise UsageError(f"{flag}, and no layer of the model has any", hint=f"leave out {flag}")
+            raise UsageError(
+                f"{flag} is given, and the model has no layer that it is for: none of its layers "
+                f"has {_LAYERS_WITH[name]}",
+                hint=f"leave out {flag}",
+            )
         for layer in sorted(layers):
             _check_count(rows_of.get(layer, ()), count, f"{name} of layer {layer}", file)
         return {layer: rows_of[layer] for layer in sorted(layers)}

@@ -30,7 +30,7 @@ class ReshardReport(Report):
 
     `left_out` counts source tensors that were not selected (--select, --exclude, --layers,
     --optimizer-format none, --optimizer-only). `shares` are the checkpoints averaged, `merges`
-    are the adapters that were added to weights, `pruned` says which parts of a larger model it has,
+    are the adapters that were added to weights, `pruned` says which parts of a larger model stay,
     `replicated` the tensors that are whole in every rank's files because --replicate says so.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none; `digested_files` are the files that have one. `peak_rss_bytes` is the
@@ -117,7 +117,7 @@ class ReshardReport(Report):
         for path, share in self.shares:
             yield "average", f"{share:.6g} of {path}"
         yield from (("merged", merge.describe()) for merge in self.merges)
-        yield from (("pruned", text) for text in self.pruned)
+        yield from (("kept", text) for text in self.pruned)
         if self.target_format in RANK_SHARDED_FORMATS:
             yield "layout", self._format_layout()
         if not self.dry_run:

@@ -13,6 +13,7 @@ from megtool.checkpoint.digest import SIDECAR
 from megtool.convert.layer_subset import parse_layers
 from megtool.convert.pruning_scores import (
     BY_LAYER,
+    MEASURED,
     KeptParts,
     PrunedSizes,
     PruningScores,
@@ -31,6 +32,7 @@ from megtool.reshard.layer_subset import (
     keep_layers,
     set_modelopt_aside,
 )
+from megtool.reshard.megatron.extra_state_names import is_empty_state
 from megtool.reshard.source import CheckpointSource, require_model
 from megtool.tensors.placement import Placement
 
@@ -189,10 +191,11 @@ def _original(name: str, placements: Mapping[str, Placement]) -> str | None:
 
 def _leave_out_expert_states(catalogue: Catalogue) -> None:
     """Leave out the FP8 state of experts, whose numbers change; it is computed again."""
-    names = [n for n in catalogue.objects if _EXPERT_STATE.fullmatch(n)]
+    names = {n for n in catalogue.objects if _EXPERT_STATE.fullmatch(n)}
+    lost = [n for n in sorted(names) if not is_empty_state(catalogue, n)]
     catalogue.objects = {n: o for n, o in catalogue.objects.items() if n not in names}
     catalogue.ignored = catalogue.ignored + [
-        IgnoredTensor(name=n, reason="FP8 state of all experts", num_bytes=0) for n in names
+        IgnoredTensor(name=n, reason="FP8 state of all experts", num_bytes=0) for n in lost
     ]
 
 
@@ -209,6 +212,7 @@ def encode_record(
         elif value is not None:
             out[name] = list(value)
     if scores is not None:
+        out["measured"] = {n: scores.about[n] for n in MEASURED if n in scores.about}
         of = {n: getattr(scores, n) for n in ("layers", "hidden", "ffn", "heads", "experts")}
         out["scores"] = {
             n: {str(layer): list(row) for layer, row in v.items()}
@@ -264,7 +268,7 @@ def _ascending(numbers: Any, whole: int, *, is_listed: bool = False) -> tuple[in
 
 
 def describe_kept(record: Mapping[str, Any]) -> list[str]:
-    """What a record keeps, in words: `32 of 48 neurons of each MLP`."""
+    """What a record keeps, in words: `32 of 48 neurons of each MLP`; last, by whose scores."""
     out = []
     for name, words in _WORDS.items():
         value: Any = record.get(name)
@@ -273,7 +277,14 @@ def describe_kept(record: Mapping[str, Any]) -> list[str]:
         numbers: Sequence[int] = value
         if isinstance(value, Mapping):
             numbers = next(iter(value.values()), ())
-        out.append(f"{len(numbers):,} of {record['sizes'][_SIZE_OF[name]]:,} {words}")
+        whole = record["sizes"][_SIZE_OF[name]]
+        text = f"{len(set(numbers)):,} of {whole:,} {words}"
+        if len(numbers) > len(set(numbers)):
+            text += f", some several times: {len(numbers):,} in all"
+        out.append(text)
+    if isinstance(about := record.get("measured"), Mapping):
+        source, data, tokens = (str(about.get(key, "?"))[:200] for key in MEASURED)
+        out.append(f"by scores of {source} on {data}, {tokens} tokens")
     return out
 
 
@@ -300,8 +311,9 @@ def as_pruned(
 ) -> tuple[CheckpointSource, CheckpointSource, str | None]:
     """Two checkpoints to compare: of one that the other was pruned from, only what stayed.
 
-    Also what was left out, in words; None where neither was pruned from the other. A record that
-    fits both, or none, changes nothing.
+    Also what was left out, in words, or that one was pruned from a model of other sizes than the
+    other has; None where neither has a record that says so. A record that fits both, or none,
+    changes nothing.
 
     Raises:
         FormatError: a record is damaged.
@@ -309,10 +321,13 @@ def as_pruned(
     records = [s.sidecar.pruning if s.sidecar else None for s in (a, b)]
     if records[0] == records[1]:
         return a, b, None
+    others: list[str] = []
     for whole, small, record in ((a, b, records[1]), (b, a, records[0])):
         if record is None or whole.model is None or not whole.is_canonical:
             continue
-        if record.get("sizes") != model_sizes(whole.config):
+        if record.get("sizes") != (sizes := model_sizes(whole.config)):
+            if small.is_canonical and sizes != model_sizes(small.config):
+                others.append(_describe_other_whole(small, whole, record, sizes))
             continue
         parts = decode_record(record, whole.config, small.catalogue.root)
         text = (
@@ -326,4 +341,20 @@ def as_pruned(
             whole_view = whole
         pruned = prune(whole_view, parts)
         return (pruned, b, text) if whole is a else (a, pruned, text)
-    return a, b, None
+    return a, b, "; ".join(others) or None
+
+
+def _describe_other_whole(
+    small: CheckpointSource,
+    whole: CheckpointSource,
+    record: Mapping[str, Any],
+    sizes: Mapping[str, int],
+) -> str:
+    """That a checkpoint was pruned from a model of other sizes than another one."""
+    stated: Any = record.get("sizes")
+    of = stated if isinstance(stated, Mapping) else {}
+    differing = [f"{n} {of.get(n)}, not {size}" for n, size in sizes.items() if of.get(n) != size]
+    return (
+        f"{small.path} was pruned from another model than {whole.path}: its record says "
+        + ", ".join(differing)
+    )

@@ -223,6 +223,24 @@ def test_layers_are_recorded_too(tmp_path: Path) -> None:
     found = verify(hf, tmp_path / "some")
     assert (found.verdict, len(found.compared)) == ("equal", 30)
     assert verify(tmp_path / "some").verdict == "ok"
+    deeper = reshard(hf, tmp_path / "deeper", layers="0-3,3")
+    assert deeper.pruned == ("4 of 4 layers, some several times: 5 in all",)
+
+
+def test_reports_say_whose_scores_chose_and_what_a_record_is_not_of(tmp_path: Path) -> None:
+    hf = tiny_llama.save(tmp_path / "hf")
+    scores = save_scores(tmp_path / "scores", open_source(hf).config)
+    about = {"source": "runs/large", "data": "text.txt", "tokens": 99}
+    (tmp_path / "scores").write_text(json.dumps(scores | about))
+    report = reshard(hf, tmp_path / "out", pruning_scores=tmp_path / "scores", num_layers=2)
+    by = "by scores of runs/large on text.txt, 99 tokens"
+    assert report.pruned == ("2 of 4 layers", by)
+    assert verify(hf, tmp_path / "out").notes[-1].endswith(by)
+    other = tiny_llama.save(tmp_path / "other", num_hidden_layers=3)
+    for pair in ((other, tmp_path / "out"), (tmp_path / "out", other)):
+        compared = verify(*pair)
+        assert compared.verdict == "different"
+        assert any("another model than" in n and "num_layers 4, not 3" in n for n in compared.notes)
 
 
 def test_what_is_not_as_recorded_differs(tmp_path: Path) -> None:
@@ -322,6 +340,15 @@ def test_experts_that_stay_are_those_a_router_without_the_others_chooses(tmp_pat
     scores = save_scores(tmp_path / "scores", open_source(tmp_path / "hf").config)
     reshard(tmp_path / "hf", tmp_path / "out", pruning_scores=tmp_path / "scores", num_experts=3)
     assert verify(tmp_path / "hf", tmp_path / "out").verdict == "equal"
+    # Megatron loads one of Transformer Engine's states for each expert, from either source.
+    options: dict[str, Any] = {"pruning_scores": tmp_path / "scores", "num_experts": 3}
+    reshard(tmp_path / "hf", tmp_path / "whole", to="torch_dist", ep=2)
+    reshard(tmp_path / "hf", tmp_path / "direct", to="torch_dist", **options)
+    twice = reshard(tmp_path / "whole", tmp_path / "twice", ep=1, **options)
+    states = [open_checkpoint(tmp_path / n).objects.keys() for n in ("direct", "twice")]
+    assert any("experts.linear_fc1._extra_state" in name for name in states[0])
+    assert {n for n in states[0] if "_extra_state" in n} <= states[1]
+    assert not twice.dropped
     gone = sorted(set(range(6)) - {*best(scores["experts"]["1"], 3)})
     router = whole.model.layers[1].mlp.gate
 
@@ -384,6 +411,7 @@ def test_an_interrupted_run_does_not_resume_with_other_parts(
         ({"pruning_scores": "scores", "num_attention_heads": 3}, UsageError, "in 2 groups"),
         ({"pruning_scores": "scores", "num_query_groups": 3}, UsageError, "query.* 3, .* has 2"),
         ({"pruning_scores": "scores", "num_experts": 1}, UsageError, "the model has 0"),
+        ({"layers": "3-1"}, UsageError, "'3-1' end before they begin"),
         (
             {"pruning_scores": "scores", "num_layers": 1, "layers": "0"},
             UsageError,

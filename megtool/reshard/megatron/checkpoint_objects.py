@@ -219,7 +219,8 @@ def encode_objects(
     """The objects of a `torch_dist` checkpoint (or, unless `megatron`, a plain one), as bytes.
 
     Extra states that Megatron may load and the source lacks are `empty_state`, unless the source
-    has the same format and some extra states: then its run does not load more.
+    has the same format and some extra states: then its run does not load more, but for those of
+    experts some of which were pruned.
     """
     catalogue = source.catalogue
     out: dict[str, Any] = {
@@ -232,7 +233,9 @@ def encode_objects(
     if has_states and _are_hybrid(tensors) and not source.view.is_hybrid:
         required = {n: None for n in required if "output_layer." in n}  # GPTModel saves none
     elif has_states:
-        required = {}
+        # Pruning leaves out the states of all experts, and a run loads one for each that stays.
+        is_pruned = "experts" in (source.pruning or {})
+        required = {n: None for n in required if is_pruned and ".experts." in n}
     return out | dict.fromkeys(required, empty_state)
 
 
