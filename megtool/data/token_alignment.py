@@ -135,6 +135,19 @@ class TokenAligner:
             out.spans.append(TokenSpan((begin + a, begin + b), (place + c, place + d)))
 
 
+def other_tokens(own: Tokenizer, other: Tokenizer) -> dict[int, tuple[str, str]]:
+    """Ordinary tokens with one number in both that are not the same one, as each calls them."""
+    added = {
+        int(entry["id"]) for t in (own, other) for entry in t.rules().get("added_tokens") or ()
+    }
+    names = {number: piece for piece, number in other.vocabulary().items() if number not in added}
+    return {
+        number: (piece, names[number])
+        for piece, number in own.vocabulary().items()
+        if names.get(number, piece) != piece
+    }
+
+
 def _runs(tokens: Sequence[int], pieces: TokenBytes) -> Iterator[tuple[int, int]]:
     """Runs of text, and between them single tokens that are none."""
     begin = 0

@@ -154,6 +154,18 @@ def test_a_teacher_is_learned_from(model, data, tmp_path) -> None:
     small = tiny_text.save(tmp_path / "small", vocab_size=300)
     with pytest.raises(MappingError, match="vocabulary has 300"):
         tune(model, tmp_path / "bad", data, teacher=small)
+    other = tiny_text.save(tmp_path / "other")
+    rules = json.loads((other / "tokenizer.json").read_text())
+    rules["model"]["vocab"] = {c: 255 - n for c, n in rules["model"]["vocab"].items() if n < 256}
+    (other / "tokenizer.json").write_text(json.dumps(rules))
+    with raises(
+        MappingError, "another tokenizer: 256 token ids", hint="--distill-loss uld or gold"
+    ):
+        tune(model, tmp_path / "bad", data, teacher=other)
+    with raises(FormatError, file=tmp_path / "none", hint="--teacher-tokenizer"):
+        tune(model, tmp_path / "bad", data, teacher=teacher, teacher_tokenizer=tmp_path / "none")
+    more = {"teacher": other, "teacher_tokenizer": model, "seq_length": 32, "dry_run": True}
+    assert isinstance(finetune(model, tmp_path / "bad", data=[str(data)], **more), FinetunePlan)
 
 
 @pytest.mark.parametrize("loss", ["uld", "gold"])

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from megtool.config import ParallelConfig
 from megtool.console import Progress
 from megtool.convert.sharding import check_layout
-from megtool.data.token_alignment import TokenAligner, TokenBytes
+from megtool.data.token_alignment import TokenAligner, TokenBytes, other_tokens
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.kernels.lm_head import bend
 from megtool.model.batch import Batch
@@ -58,6 +58,8 @@ from megtool.train.memory_estimate import estimate_weight_bytes
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from megtool.data.tokenizer import Tokenizer
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that are in memory as float32 at a time."""
@@ -201,6 +203,24 @@ def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
         )
 
 
+def check_tokens(own: Tokenizer, taught: Tokenizer) -> None:
+    """Check that token ids mean the same to student and teacher, but for 1 % of them: names of
+    reserved tokens differ between releases of a model.
+
+    Raises:
+        MappingError: they do not.
+    """
+    others = other_tokens(own, taught)
+    if len(others) > len(own.vocabulary()) / 100:
+        number, (piece, taught_piece) = min(others.items())
+        raise MappingError(
+            f"the teacher has another tokenizer: {len(others):,} token ids are other tokens than "
+            f"the student's, such as {number}, {taught_piece!r} instead of {piece!r}",
+            hint="--distill-loss uld or gold; --teacher-tokenizer FOLDER if it is not the "
+            "teacher's",
+        )
+
+
 def plan_teacher_layout(
     layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
 ) -> ParallelConfig:
@@ -304,7 +324,8 @@ class DistillationFeature(TrainingFeature):
         """Check that the teacher fits.
 
         Raises:
-            MappingError: its vocabulary differs, or hidden states that are compared.
+            MappingError: its vocabulary differs, or the tokens of its tokenizer if both have one,
+                or hidden states that are compared.
             LayoutError: the layout does not divide it, or has stages whose layers are compared.
             MegtoolError: it cannot be opened.
         """
@@ -313,6 +334,7 @@ class DistillationFeature(TrainingFeature):
             teacher = opened.config
             if settings.distill_loss == "kl":
                 check_vocabularies(source.config, teacher)
+                _check_tokenizers(settings, source, opened)
             else:
                 check_between_vocabularies(settings.layout, settings.distill_hidden_weight)
                 _read_vocabularies(settings, source, opened)
@@ -493,12 +515,30 @@ def _read_vocabularies(
     settings: TrainConfig, source: CheckpointSource, teacher: CheckpointSource
 ) -> VocabularyPair:
     own = TokenBytes(source.tokenizer(settings.tokenizer))
+    taught = TokenBytes(_read_teacher_tokenizer(settings, teacher))
+    return VocabularyPair(own=own, taught=taught, loss=settings.distill_loss)
+
+
+def _read_teacher_tokenizer(settings: TrainConfig, teacher: CheckpointSource) -> Tokenizer:
     try:
-        taught = TokenBytes(teacher.tokenizer(settings.teacher_tokenizer))
+        return teacher.tokenizer(settings.teacher_tokenizer)
     except MegtoolError as e:  # its hint names the option for the tokenizer of the one model
         e.hint = e.hint and e.hint.replace("--tokenizer", "--teacher-tokenizer")
         raise
-    return VocabularyPair(own=own, taught=taught, loss=settings.distill_loss)
+
+
+def _check_tokenizers(
+    settings: TrainConfig, source: CheckpointSource, teacher: CheckpointSource
+) -> None:
+    """Compare tokenizers where both can be read; the loss itself needs none."""
+    try:
+        own = source.tokenizer(settings.tokenizer)
+        taught = _read_teacher_tokenizer(settings, teacher)
+    except MegtoolError:
+        if settings.teacher_tokenizer is not None:
+            raise
+        return
+    check_tokens(own, taught)
 
 
 def _load_teacher(
