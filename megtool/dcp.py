@@ -412,7 +412,8 @@ def load(state_dict: dict[str, Any], location: str | Path | Checkpoint, **option
     """Fill a state dict: `dcp.load` with `Reader(location, **options)` and `Planner()`.
 
     Raises:
-        CheckpointError: see `Reader`.
+        CheckpointException: of torch, whose `failures` have the error of each rank: a
+            `MappingError` that names all entries that do not fit, or what `Reader` raises.
     """
     with paused_collection():
         read_state_dict(state_dict, storage_reader=Reader(location, **options), planner=Planner())

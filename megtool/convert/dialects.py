@@ -487,7 +487,10 @@ def _table(
             return (*stack_layers(family_rows), *megatron.STACKED)
         return (*family_rows, *(megatron.IN_PARTS if in_parts else megatron.PER_LAYER))
     if family is None:
-        raise MappingError(f"{dialect!r} names need a family", hint="name it with --family")
+        raise MappingError(
+            f"{dialect!r} names need a family, and the checkpoint names none",
+            hint="--family NAME, or --like FOLDER of the model (family=, like= in Python)",
+        )
     table = {"hf": family.hf, "gguf": family.gguf, "torchtitan": family.torchtitan}.get(dialect)
     if table is None:
         raise MappingError(

@@ -167,7 +167,7 @@ def test_refusals() -> None:
         write_side(blind, dialect="hf", family=family("llama"))
     with raises(MappingError, id="no-model-config"):
         read_side([], dialect="megatron")
-    with pytest.raises(MappingError, match="need a family"):
+    with raises(MappingError, "need a family", hint="family=, like= in Python"):
         read_side(blind.tensors, dialect="hf", config=config())
 
 
