@@ -39,6 +39,7 @@ from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
 from megtool.train.config import TrainConfig
+from megtool.train.evaluation import world_sum
 from megtool.train.features.layer_distillation import (
     LayerStates,
     check_stages,
@@ -312,7 +313,10 @@ class DistillationFeature(TrainingFeature):
         self.temperature, self.weight = temperature, weight
         self._batches: deque[Batch] = deque()
         self._states: deque[Tensor | None] = deque()
-        self.hidden_weight = hidden_weight
+        self.hidden_weight, self._groups = hidden_weight, student.groups
+        weights = {"data_loss": 1 - weight, "distill_loss": weight}
+        weights |= {"distill_hidden_loss": hidden_weight, "labels": 1.0}
+        self._sums: dict[str, list[Tensor]] = {n: [] for n, x in weights.items() if x}
         if hidden_weight:
             check_stages(student.groups.parallel)
             self.pairs = choose_pairs(student.config, self.teacher.config, layers)
@@ -406,6 +410,16 @@ class DistillationFeature(TrainingFeature):
                 stack.enter_context(self._taught_layers.kept())
             yield
 
+    def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
+        """Reset the sums of the losses."""
+        self._sums = {name: [] for name in self._sums}
+
+    def end_step(self) -> Mapping[str, float]:
+        """The losses that are mixed, each over the number of labels."""
+        sums = [float(sum(parts)) for parts in self._sums.values()]
+        *losses, labels = world_sum(sums, self._groups)
+        return {n: x / labels for n, x in zip(self._sums, losses, strict=False)} if labels else {}
+
     @property
     def objective(self) -> Objective:
         """The loss of the next micro batch; see the module."""
@@ -414,21 +428,22 @@ class DistillationFeature(TrainingFeature):
     def _loss(self, head: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
         batch = self._batches.popleft()
         labels_T = own_tokens(labels_BS, head.groups.cp).flatten()
-        loss = x_TH.new_zeros((), dtype=torch.float32)
+        parts: dict[str, tuple[float, Tensor]] = {}
         if self.weight < 1:
-            loss = loss + (1 - self.weight) * head.loss_of(x_TH, labels_BS)[0]
-        if not (self.weight or self.hidden_weight):
-            return loss
-        if self._aligner is not None:
-            return loss + self.weight * self._span_loss(self._aligner, head, x_TH, batch, labels_BS)
-        teacher_x_TH = self._states.popleft() if self._states else None
-        if teacher_x_TH is None:
-            with torch.no_grad():
-                teacher_x_TH = self.teacher.hidden(batch)
-        if self.weight:
-            loss = loss + self.weight * self._divergence(head, x_TH, teacher_x_TH, labels_T)
+            parts["data_loss"] = 1 - self.weight, head.loss_of(x_TH, labels_BS)[0]
+        if self._aligner is not None and self.weight:
+            spans = self._span_loss(self._aligner, head, x_TH, batch, labels_BS)
+            parts["distill_loss"] = self.weight, spans
+        elif self.weight or self.hidden_weight:
+            teacher_x_TH = self._states.popleft() if self._states else None
+            if teacher_x_TH is None:
+                with torch.no_grad():
+                    teacher_x_TH = self.teacher.hidden(batch)
+            if self.weight:
+                divergence = self._divergence(head, x_TH, teacher_x_TH, labels_T)
+                parts["distill_loss"] = self.weight, divergence
         if self.hidden_weight:
-            loss = loss + self.hidden_weight * layer_loss(
+            states = layer_loss(
                 self._own_layers.take(),
                 self._taught_layers.take(),
                 self.pairs,
@@ -436,6 +451,12 @@ class DistillationFeature(TrainingFeature):
                 head.groups.tp,
                 is_sequence_parallel=head.sequence_parallel,
             )
+            parts["distill_hidden_loss"] = self.hidden_weight, states
+        loss = x_TH.new_zeros((), dtype=torch.float32)
+        for name, (weight, part) in parts.items():
+            loss = loss + weight * part
+            self._sums[name].append(part.detach())
+        self._sums["labels"].append((labels_T != -100).sum())
         return loss
 
     def _span_loss(

@@ -63,6 +63,16 @@ def test_the_divergence_and_its_gradients_are_torchs(chunk, softcap, scale, temp
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def check_logged(teaching: DistillationFeature, loss: float) -> None:
+    """The losses that a step logs, mixed, are the loss of its passes."""
+    logged = teaching.end_step()
+    mean = sum(
+        weight * logged.get(name, 0.0)
+        for name, weight in (("data_loss", 1 - teaching.weight), ("distill_loss", teaching.weight))
+    )
+    assert mean * int((LABELS != -100).sum()) == pytest.approx(loss, rel=1e-5)
+
+
 def passes(
     groups: ProcessGroups,
     weight: float,
@@ -77,6 +87,7 @@ def passes(
     schedule = PipelineSchedule(student, num_microbatches=2, objective=teaching.objective)
     with teaching.around_passes(0, batch := Batch(tokens_BS=TOKENS)):
         loss, _ = schedule.step(batch, LABELS)
+    check_logged(teaching, float(loss))
     grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
     return float(loss), grads
 
@@ -110,6 +121,7 @@ def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
         schedule = PipelineSchedule(stages, num_microbatches=2, objective=teaching.objective)
         with teaching.around_passes(0, batch := Batch(tokens_BS=TOKENS)):
             loss, _ = schedule.step(batch, LABELS)
+        check_logged(teaching, float(loss))
         named = [(n, p.grad) for s in stages for n, p in s.named_parameters()]
         out.append((float(loss), {n: g for n, g in named if g is not None}))
     return out
