@@ -35,8 +35,8 @@ class BlockRounding:
 
     The layer gets the outputs of the quantized layers before it, and its error is the squared
     difference to what the unquantized model has behind it, with inputs and caches rounded as
-    engines do. Each step takes random rows of one micro-batch; what is learned is kept only if the
-    error over all rows is smaller than with the parameters at the beginning.
+    engines do. Each step takes random rows, one micro-batch after the other; what is learned is
+    kept only if the error over all rows is smaller than with the parameters at the beginning.
 
     Args:
         layers: runs the layer.
@@ -73,7 +73,9 @@ class BlockRounding:
             for step in range(steps):
                 for name in names:
                     decoder.get_parameter(name).grad = None
-                self._row_error(*self._draw_rows(draw)).backward()  # type: ignore[no-untyped-call]
+                for number, rows_R in self._draw_rows(draw):
+                    error = self._row_error(number, rows_R)
+                    error.backward()  # type: ignore[no-untyped-call]
                 gradients = {
                     n: g for n in names if (g := decoder.get_parameter(n).grad) is not None
                 }
@@ -160,7 +162,7 @@ class BlockRounding:
         return errors / max(count, 1)
 
     def _row_error(self, number: int, rows_R: Tensor) -> Tensor:
-        """The error of some rows of a micro-batch, differentiable."""
+        """The error of some rows of a micro-batch, summed over tokens, differentiable."""
         micro_batch = self.layers.micro_batches[number]
         total, tokens = micro_batch.batch.shape
         x_TH, target_TH = (
@@ -176,7 +178,7 @@ class BlockRounding:
         with torch.enable_grad():
             y_TH = self.layers.decoder.decoder.layers[str(self.layer)](x_TH, frame)
             valid_T = None if batch.valid_BS is None else batch.valid_BS.flatten()
-            return self._token_errors(y_TH, target_TH, valid_T).mean()
+            return self._token_errors(y_TH, target_TH, valid_T).sum()
 
     def _token_errors(self, y_TH: Tensor, target_TH: Tensor, valid_T: Tensor | None) -> Tensor:
         """The mean square of each token's error; if tokens are normalized, as a share of the
@@ -187,12 +189,15 @@ class BlockRounding:
             errors_T = errors_T / size_T.clamp_min(torch.finfo(torch.float32).tiny)
         return errors_T if valid_T is None else errors_T[valid_T]
 
-    def _draw_rows(self, draw: torch.Generator) -> tuple[int, Tensor]:
-        """A micro-batch, by its share of the rows, and rows of it."""
-        counts = torch.tensor([p.batch.shape[0] for p in self.layers.micro_batches])
-        number = int(torch.multinomial(counts.double(), 1, generator=draw))
+    def _draw_rows(self, draw: torch.Generator) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a step, drawn from all, by micro-batch."""
+        counts = [p.batch.shape[0] for p in self.layers.micro_batches]
         most = max(c.batch_size for c in self.configs.values())
-        return number, torch.randperm(int(counts[number]), generator=draw)[:most]
+        drawn_R = torch.zeros(sum(counts), dtype=torch.bool)
+        drawn_R[torch.randperm(len(drawn_R), generator=draw)[:most]] = True
+        for number, is_drawn_R in enumerate(torch.split(drawn_R, counts)):
+            if bool(is_drawn_R.any()):
+                yield number, is_drawn_R.nonzero().flatten()
 
 
 def _code_values(params: WeightQParams, grid: Grid) -> Tensor | None:

@@ -97,6 +97,20 @@ def test_experts_and_padding(tmp_path: Path) -> None:
     assert any(".experts." in name and found[name].codes is not None for name in found)
 
 
+def test_a_step_takes_rows_of_several_micro_batches(llama: Path, tmp_path: Path) -> None:
+    path = recipe(tmp_path, method="learned_rounding", steps=10, batch_size=6)
+    apart = tokens(case(llama, path).source.config.vocab_size, rows=2, count=3)  # type: ignore[union-attr]
+    together = [Batch(tokens_BS=torch.cat([b.tokens_BS for b in apart]))]
+    made = [
+        case(llama, path, batches=batches).run().qparams.weights for batches in (apart, together)
+    ]
+    for module in ("layers.0.attn.q", "layers.0.mlp.down"):
+        codes = [weights[module].codes for weights in made]
+        assert codes[0] is not None
+        assert codes[1] is not None
+        assert (codes[0] == codes[1]).mean() > 0.99, module
+
+
 def test_resident_spilled_and_on_demand_are_the_same(llama: Path, tmp_path: Path) -> None:
     made = case(llama, recipe(tmp_path))
     wanted = saved_bytes(made.run(), tmp_path / "a")
