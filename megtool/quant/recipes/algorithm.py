@@ -60,6 +60,8 @@ _LEARNED = {
     "learning_rate": _SHARE,
     "normalize_tokens": _FLAG,
 }
+_DESCENT = ("steps", "batch_size", "learning_rate")
+"""Options of learned rounding that nothing else reads."""
 _GPTQ = {
     **_FP4_SCALES,
     "learned_rounding": _FLAG,
@@ -139,10 +141,32 @@ def read_algorithm(
         if algorithm.get(option) is True and not any(p.startswith(kinds) for p in packings):
             message = f"{option} does nothing: no format has weights in {numbers}"
             problems.add(lines[option], message, "leave it out")
+    _check_learned(method, algorithm, lines, formats, problems)
     if algorithm.get("cast") is True and any(algorithm.get(o) is True for o in _FP4_SCALES):
         problems.add(lines["cast"], "cast leaves no scale to search", "take one of them")
     _check_use(method, formats, lines["method"], problems)
     return algorithm
+
+
+def _check_learned(
+    method: str,
+    algorithm: Mapping[str, Any],
+    lines: Mapping[str, int],
+    formats: Mapping[str, RecipeFormat],
+    problems: RecipeProblems,
+) -> None:
+    """Check that learned rounding on top of another method, and its options, have an effect."""
+    if method == "learned_rounding":
+        return
+    if algorithm.get("learned_rounding") is True:
+        if not any(f.algo and chooses_codes(f) for f in formats.values()):
+            message = "learned_rounding does nothing: no format has codes to choose"
+            problems.add(lines["learned_rounding"], message, "leave it out")
+        return
+    for option in _DESCENT:
+        if option in algorithm and option in METHODS[method]:
+            message = f"{option} does nothing without learned_rounding"
+            problems.add(lines[option], message, "`learned_rounding: true`, or leave it out")
 
 
 def check_options(

@@ -104,6 +104,17 @@ rules: [{match: {kind: linear}, format: a}]
             [NVFP4],
             "cast leaves no scale to search",
         ),
+        (
+            {"method": "gptq", "clip": True, "learned_rounding": True},
+            [FP8],
+            "learned_rounding does nothing: no format has codes to choose",
+        ),
+        ({"method": "gptq", "steps": 50}, [MXFP4], "steps does nothing without learned_rounding"),
+        (
+            {"method": "awq", "learned_rounding": False, "learning_rate": 0.1},
+            [NVFP4],
+            "learning_rate does nothing without learned_rounding",
+        ),
         ("none", [FP8], "none does nothing to format 'a' (FP8)"),
         ("awq", [INT4, FP8], "awq does nothing to format 'b' (FP8)"),
         ("smoothquant", [MXFP8], "smoothquant does nothing to format 'a' (MXFP8)"),
