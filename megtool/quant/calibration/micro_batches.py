@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megtool.errors import CalibrationError
+from megtool.inference.windows import IGNORED
 from megtool.model.batch import Batch
 from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import own_tokens
@@ -139,3 +140,22 @@ def slice_rows(batch: Batch, rows: slice | Tensor) -> Batch:
         valid_BS=part(batch.valid_BS),
         documents_BS=part(batch.documents_BS),
     )
+
+
+def split_rows(micro_batch: MicroBatch, most_tokens: int) -> Iterator[MicroBatch]:
+    """Parts of at most so many tokens, of one row at least."""
+    rows, width = micro_batch.batch.shape
+    step = max(1, most_tokens // width)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        yield replace(micro_batch, batch=slice_rows(micro_batch.batch, part))
+
+
+def next_tokens(batch: Batch) -> Tensor:
+    """The next token of each token, `IGNORED` where there is none."""
+    labels_BS = torch.full_like(batch.tokens_BS, IGNORED)
+    labels_BS[:, :-1] = batch.tokens_BS[:, 1:]
+    if batch.valid_BS is not None:
+        labels_BS[~batch.valid_BS] = IGNORED
+        labels_BS[:, :-1][~batch.valid_BS[:, 1:]] = IGNORED
+    return labels_BS

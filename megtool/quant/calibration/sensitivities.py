@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megtool.errors import FormatError
 
-SensitivityMethod = Literal["kl_div", "gradient"]
+SensitivityMethod = Literal["kl_div", "gradient", "modelopt_kl_div", "modelopt_gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,8 @@ class Sensitivities:
     """Losses by decision group and format, in nats per token over `num_tokens` tokens.
 
     `kl_div` is the KL divergence from the unquantized model's output; `gradient` estimates the same
-    from one backward pass, up to a common factor.
+    from one backward pass, up to a common factor. With `modelopt_` they are the scores of
+    ModelOpt's `auto_quantize`.
     """
 
     method: SensitivityMethod
@@ -48,7 +49,7 @@ class Sensitivities:
             count = int(tokens)
         except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as e:
             raise FormatError(f"the sensitivities are invalid: {e}") from e
-        if method not in ("kl_div", "gradient") or count < 1:
+        if method not in get_args(SensitivityMethod) or count < 1:
             raise FormatError(f"the sensitivities are by {method!r} over {tokens!r} tokens")
         if any(not 0 <= x < math.inf for by_format in parsed.values() for x in by_format.values()):
             raise FormatError("sensitivities contain negative or non-finite losses")

@@ -19,7 +19,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import HookLocation
 from megtool.model.lora import Adapter, ExpertAdapter, Linear, LoraSettings
 from megtool.model.moe import ExpertLinear
-from megtool.quant.fake_quant.weight_views import WeightViews
+from megtool.quant.fake_quant.weight_views import WeightViews, list_indices
 from megtool.quant.qparams import Floats, LowRankBranch
 from megtool.tensors.placement import Placement
 
@@ -124,8 +124,8 @@ def _local_factors(
             ranks = slice(first, first + len(down))
             first += len(down)
             if _equal(down, branch.down):
-                rows, whole_rows = _indices(local, whole, 0)
-                columns, whole_columns = _indices(local, whole, 1)
+                rows, whole_rows = list_indices(local, whole, 0)
+                columns, whole_columns = list_indices(local, whole, 1)
                 up_EOR[expert, rows, ranks] = torch.from_numpy(branch.up)[whole_rows]
                 down_ERI[expert, ranks, columns] = torch.from_numpy(down)[:, whole_columns]
     return up_EOR, down_ERI
@@ -137,16 +137,3 @@ def _equal(a: Floats, b: Floats) -> bool:
 
 def _expert_of(local: Placement) -> int:
     return local.base[0] if len(local.base) > 2 else 0
-
-
-def _indices(local: Placement, whole: Placement, dim: int) -> tuple[Tensor, Tensor]:
-    """The rows (or columns) of a box, in the parameter and in the whole weight."""
-    axes = [a for a, d in enumerate(whole.dims) if d == dim]
-    pairs = []
-    for place, base_dim in ((local, len(local.base) - 2 + dim), (whole, dim)):
-        index = torch.tensor([place.base[base_dim]])
-        for a in axes:
-            steps = torch.arange(place.shape[a]) * place.mults[a]
-            index = (index[:, None] + steps).flatten()
-        pairs.append(index)
-    return pairs[0], pairs[1]

@@ -133,3 +133,16 @@ def strided_view(tensor: Tensor, p: Placement) -> Tensor:
     start = tensor.storage_offset() + sum(b * s for b, s in zip(p.base, steps, strict=True))
     strides = [m * steps[d] for m, d in zip(p.mults, p.dims, strict=True)]
     return tensor.as_strided(p.shape, strides, start)
+
+
+def list_indices(local: Placement, whole: Placement, dim: int) -> tuple[Tensor, Tensor]:
+    """The rows (or columns) of a box, in the parameter and in the whole weight."""
+    axes = [a for a, d in enumerate(whole.dims) if d == dim]
+    pairs = []
+    for place, base_dim in ((local, len(local.base) - 2 + dim), (whole, dim)):
+        index = torch.tensor([place.base[base_dim]])
+        for a in axes:
+            steps = torch.arange(place.shape[a]) * place.mults[a]
+            index = (index[:, None] + steps).flatten()
+        pairs.append(index)
+    return pairs[0], pairs[1]

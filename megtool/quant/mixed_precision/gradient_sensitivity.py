@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megtool.console import Progress
 from megtool.inference.windows import IGNORED
-from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.hook_locations import places
 from megtool.parallel.collectives import all_sum
@@ -20,9 +19,10 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.micro_batches import (
     MicroBatch,
     move_to_device,
+    next_tokens,
     num_valid,
     shard_micro_batches,
-    slice_rows,
+    split_rows,
 )
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
@@ -68,7 +68,7 @@ def measure_gradient_sensitivity(
     for run in survey.runs():
         runs.setdefault(run.unit.name, []).append(run)
     sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
-    parts = [p for micro_batch in micro_batches for p in _split_rows(micro_batch)]
+    parts = [p for micro_batch in micro_batches for p in split_rows(micro_batch, BACKWARD_TOKENS)]
     local_parts, tokens, done = shard_micro_batches(parts, groups), num_valid(parts), 0
     losses, count = ranks.all_gather(({}, 0) if cache is None else cache.losses())[0]
     if losses.keys() == sums.keys() and count <= len(local_parts):
@@ -115,14 +115,6 @@ def _record(
             cache.record_losses(sums, num_pieces)
 
 
-def _split_rows(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
-    rows, width = micro_batch.batch.shape
-    step = max(1, BACKWARD_TOKENS // width)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        yield replace(micro_batch, batch=slice_rows(micro_batch.batch, part))
-
-
 def _backward(survey: CandidateSurvey, micro_batch: MicroBatch) -> list[_RecordedInput]:
     """Run a micro-batch forward and backward; returns all calls of the units' modules."""
     decoder = survey.decoder
@@ -160,7 +152,10 @@ def _backward(survey: CandidateSurvey, micro_batch: MicroBatch) -> list[_Recorde
             for unit in (u for u in survey.units if u.layer is None):
                 make_hook(unit)(_Head(decoder), (states_TH,), {}, logits_TV)
             loss = F.cross_entropy(
-                logits_TV.float(), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+                logits_TV.float(),
+                next_tokens(batch).flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
             )
             torch.autograd.backward(loss)
     finally:
@@ -191,13 +186,3 @@ def _estimate_loss(call: _RecordedInput) -> float:
     output = call.module(*call.inputs, **call.options)
     change = (output.float() - call.output.float()) * call.gradient[0].float()
     return 0.5 * float(change.square_().sum(dtype=torch.float64))
-
-
-def _labels(batch: Batch) -> Tensor:
-    """The next token of each token, if there is one."""
-    labels_BS = torch.full_like(batch.tokens_BS, IGNORED)
-    labels_BS[:, :-1] = batch.tokens_BS[:, 1:]
-    if batch.valid_BS is not None:
-        labels_BS[~batch.valid_BS] = IGNORED
-        labels_BS[:, :-1][~batch.valid_BS[:, 1:]] = IGNORED
-    return labels_BS

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
+from megtool.dtypes import dtype as named_dtype
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.quant.calibration.activation_sites import ActivationSite
@@ -20,13 +21,17 @@ from megtool.quant.calibration.micro_batches import (
     num_valid,
     shard_micro_batches,
     split_batches,
+    split_rows,
 )
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.sensitivities import Sensitivities, SensitivityMethod
 from megtool.quant.calibration.settings import CalibrationRuntime
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
-from megtool.quant.mixed_precision.decision_units import list_units
-from megtool.quant.mixed_precision.gradient_sensitivity import measure_gradient_sensitivity
+from megtool.quant.mixed_precision.decision_units import DecisionUnit, list_units
+from megtool.quant.mixed_precision.gradient_sensitivity import (
+    BACKWARD_TOKENS,
+    measure_gradient_sensitivity,
+)
 from megtool.quant.mixed_precision.kl_sensitivity import measure_kl_sensitivity
 from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
 from megtool.quant.recipes.match import Decision
@@ -58,23 +63,34 @@ class SensitivitySettings(CalibrationRuntime):
 
 
 def method_for(recipe: Recipe) -> SensitivityMethod:
-    """The sensitivity method of a recipe: KL divergence by default."""
-    return "gradient" if recipe.method == "gradient" else "kl_div"
+    """The sensitivity method of a recipe: KL divergence by default; with the option `modelopt` by
+    ModelOpt's own `auto_quantize`."""
+    is_gradient = recipe.method == "gradient"
+    if recipe.algorithm.get("modelopt"):
+        return "modelopt_gradient" if is_gradient else "modelopt_kl_div"
+    return "gradient" if is_gradient else "kl_div"
 
 
 def check_layout(recipe: Recipe, parallel: ParallelConfig) -> None:
     """Refuse layouts in which sensitivity cannot be measured.
 
     Raises:
-        UsageError: pipeline parallelism, or for `gradient` any split of weights or rows.
+        UsageError: pipeline parallelism, or for `gradient` any split of weights or rows; several
+            processes for ModelOpt's scores.
     """
+    method = method_for(recipe)
+    if method.startswith("modelopt") and parallel.world_size > 1:
+        raise UsageError(
+            f"ModelOpt scores the whole model in one process, and there are {parallel.world_size}",
+            hint="run it without torchrun; or leave out `modelopt: true`, and ranks split the data",
+        )
     sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep", "etp", "cp")}
-    refused = ["pp"] if method_for(recipe) == "kl_div" else [*sizes]
+    refused = ["pp"] if method == "kl_div" else [*sizes]
     if flags := " ".join(f"--{axis} {sizes[axis]}" for axis in refused if sizes[axis] > 1):
         options = "this option" if len(flags.split()) == 2 else "these options"
         alternative = ", or with --tp or --ep" if refused == ["pp"] else ""
         raise UsageError(
-            f"sensitivity by {method_for(recipe)} cannot be measured with {flags}",
+            f"sensitivity by {method} cannot be measured with {flags}",
             hint=f"use torchrun without {options}: ranks then split the data{alternative}",
         )
 
@@ -117,6 +133,8 @@ def measure(
     ranks = RankSync(groups=groups)
     units = list_units(decisions, recipe, group_size=settings.group_size)
     method = method_for(recipe)
+    if method.startswith("modelopt"):
+        return _measure_by_modelopt(source, units, decisions, recipe, batches, settings)
     cache = None
     with contextlib.ExitStack() as stack:
         if settings.resume_folder is not None and fingerprint is not None:
@@ -166,6 +184,38 @@ def measure(
     losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
     for run in survey.runs():
         losses[run.unit.name][run.key] = losses_by_key[run.unit.name, run.key]
+    return Sensitivities(method=method, num_tokens=num_valid(micro_batches), losses=losses)
+
+
+def _measure_by_modelopt(
+    source: CheckpointSource,
+    units: Sequence[DecisionUnit],
+    decisions: Sequence[Decision],
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    settings: SensitivitySettings,
+) -> Sensitivities:
+    """ModelOpt's scores, with the tokens that our own methods take. A run that stops begins again:
+    nothing is kept to resume from."""
+    from megtool.quant.modelopt_backend.format_scores import check_memory, score_formats
+    from megtool.quant.modelopt_backend.quantizer_config import name_modules
+
+    method, groups = method_for(recipe), settings.process_groups()
+    num_bytes = named_dtype(settings.dtype).itemsize
+    check_memory(units, {d.module.name: d.module.numel for d in decisions}, num_bytes)
+    decoder = settings.load(source, groups, stream_layers=False)
+    micro_batches = split_batches(batches, decoder.config)
+    if method == "modelopt_gradient":
+        micro_batches = [p for b in micro_batches for p in split_rows(b, BACKWARD_TOKENS)]
+    else:
+        micro_batches = spread(micro_batches, settings.most_tokens)
+    with CanonicalWeights(source) as weights:
+        losses_by_key = score_formats(
+            decoder, units, recipe, name_modules(decisions), weights, micro_batches, method
+        )
+    losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
+    for (unit, key), loss in losses_by_key.items():
+        losses[unit][key] = loss
     return Sensitivities(method=method, num_tokens=num_valid(micro_batches), losses=losses)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megtool.errors import RecipeError, UsageError
 from megtool.quant.modelopt_backend.unit_modules import ROUNDING
-from megtool.quant.recipes.formats import INPUT_PACKINGS, packing_of
+from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 
@@ -127,20 +127,42 @@ def build_modelopt_config(
     return {"quant_cfg": entries, "algorithm": algorithm}
 
 
+def build_format_config(recipe: Recipe, format: RecipeFormat, *, device: str) -> dict[str, Any]:
+    """ModelOpt's configuration of one format, for matrices of any name.
+
+    Raises:
+        RecipeError: its algorithm changes weights, which other formats then would be scored on.
+        UsageError: something that ModelOpt can only calibrate on a GPU.
+    """
+    ours = format.method or "max"
+    method = _METHODS.get(ours, "")
+    if method not in ("max", "mse", "awq_lite"):
+        raise RecipeError(
+            f"ModelOpt does not score {format.algo} with algorithm {ours}",
+            hint="max, mse or awq; or leave out `modelopt: true`",
+        )
+    _check_packing(format, method, device)
+    entries = [{"quantizer_name": "*", "enable": False}]
+    entries += _linear_entries(format, "*", on_cpu=device == "cpu")
+    return {"quant_cfg": entries, "algorithm": {"method": method}}
+
+
 def _check_format(decision: Decision, method: str, device: str) -> None:
     """Reject formats that an algorithm has no meaning for, or only on a GPU."""
-    if decision.format is None or not decision.format.algo:
-        return
-    packing = packing_of(decision.format)
+    if decision.format is not None and decision.format.algo:
+        _check_packing(decision.format, method, device)
+
+
+def _check_packing(format: RecipeFormat, method: str, device: str) -> None:
+    packing = packing_of(format)
     if method == "gptq" and not packing.startswith("int"):
         raise RecipeError(
-            f"ModelOpt's gptq chooses {decision.format.algo} codes of blocks whose scales it does "
-            "not keep",
+            f"ModelOpt's gptq chooses {format.algo} codes of blocks whose scales it does not keep",
             hint="use --backend megtool, which keeps them",
         )
     if device == "cpu" and packing.startswith("mxfp") and method != "max":
         raise UsageError(
-            f"ModelOpt runs {method} for {decision.format.algo} only on a GPU",
+            f"ModelOpt runs {method} for {format.algo} only on a GPU",
             hint="--backend megtool supports any device",
         )
 
@@ -187,13 +209,18 @@ def _entries(decision: Decision, name: str, *, on_cpu: bool) -> Iterator[dict[st
         cfg = {**cfg, "use_constant_amax": True} if format.constant else cfg
         yield {"quantizer_name": f"{name}.[kv]_bmm_quantizer", "cfg": cfg}
         return
+    yield from _linear_entries(format, f"{name}.", on_cpu=on_cpu)
+
+
+def _linear_entries(format: RecipeFormat, prefix: str, *, on_cpu: bool) -> Iterator[dict[str, Any]]:
+    """The settings of the quantizers of a matrix, whose names follow `prefix`."""
     weights: Any = _quantizer_config(packing_of(format), on_cpu=on_cpu)
     if format.algo == "W4A8_AWQ":
         weights = [weights, dict(_FP8)]
-    yield {"quantizer_name": f"{name}.weight_quantizer", "cfg": weights}
+    yield {"quantizer_name": f"{prefix}weight_quantizer", "cfg": weights}
     if format.algo in INPUT_PACKINGS:
         yield {
-            "quantizer_name": f"{name}.input_quantizer",
+            "quantizer_name": f"{prefix}input_quantizer",
             "cfg": _quantizer_config(INPUT_PACKINGS[format.algo], on_cpu=on_cpu),
         }
 

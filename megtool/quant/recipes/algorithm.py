@@ -104,8 +104,8 @@ METHODS: Mapping[str, Mapping[str, AlgorithmOption]] = MappingProxyType(
         },
         "gptq": _GPTQ,
         "learned_rounding": _LEARNED,
-        "kl_div": {},
-        "gradient": {},
+        "kl_div": {"modelopt": _FLAG},
+        "gradient": {"modelopt": _FLAG},
     }
 )
 """Methods with their options; `none` needs no data, the last two choose formats."""
