@@ -15,7 +15,8 @@ from megtool.config import ParallelConfig
 from megtool.errors import CheckpointError
 from megtool.model.lora import LoraSettings, adapters_of
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.features.lora import FOLDER, fingerprint_frozen_weights
+from megtool.train.features.frozen_weights import fingerprint_frozen_weights
+from megtool.train.features.lora import FOLDER
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.lora_runs import (
     assert_same_as_peft,

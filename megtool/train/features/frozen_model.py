@@ -1,0 +1,303 @@
+"""Features that train parameters of their own beside a frozen model, and how a run saves them.
+
+An iteration of such a run is a checkpoint of the model (with adapters merged, where there are
+some). One folder in it holds what was trained, in the format that other software reads, and the
+optimizer's state in a file of megtool's own.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.location import is_remote, location
+from megtool.errors import CheckpointError, FormatError, MegtoolError
+from megtool.model.decoder import Decoder
+from megtool.model.unpacked_forward import made_weights
+from megtool.train.checkpointing.megatron_common_state import to_plain_tree
+from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
+from megtool.train.checkpointing.retention import find_newest_iteration
+from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
+from megtool.train.checkpointing.staged_iteration import STAGING
+from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
+from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
+from megtool.train.features.frozen_weights import MergedStage, fingerprint_frozen_weights
+from megtool.train.features.protocol import TrainingFeature
+
+if TYPE_CHECKING:
+    from megtool.optim.optimizer import Optimizer
+
+STATE_FILE = "training_state.safetensors"
+_FORMAT = 2
+_DTYPE_FLAGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_FINGERPRINT_TOLERANCE = 1e-11
+"""Fingerprints of the same weights differ by less than this share of the sum of magnitudes: sums
+depend on their order."""
+
+
+class FrozenModelFeature(TrainingFeature):
+    """Parameters that are trained on the stages of this rank, whose own weights are frozen.
+
+    `views` are the positions of this rank's parameters in full matrices. A subclass says with
+    `format_files` how others read them, the name of their `folder` in an iteration and of the field
+    of the report with its path, and what they are called.
+    """
+
+    saves_optimizer = False
+    folder: ClassVar[str]
+    called: ClassVar[str]
+
+    def __init__(self, stages: Sequence[Decoder], views: AdapterViews) -> None:
+        self.stages, self.views = stages, views
+        self._fingerprint = fingerprint_frozen_weights(stages)
+
+    def format_files(
+        self, weights: Mapping[str, Tensor], spool: Path, files: Files
+    ) -> dict[str, bytes | Path]:
+        """The files that others read, by their names in `folder`, of the full matrices `weights`.
+
+        Rank 0 calls it. The largest file is written to `spool`, and the saver takes it from there.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        raise NotImplementedError
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.stages[0].dtype).removeprefix("torch.")
+
+    def merged_stages(self) -> list[MergedStage]:
+        """The stages with adapters merged into their weights, and without other added modules."""
+        return [MergedStage(decoder) for decoder in self.stages]
+
+    def files(
+        self, optimizer: Optimizer | None, state: TrainState, spool: Path, files: Files
+    ) -> dict[str, bytes | Path]:
+        """What is saved in `folder`, on rank 0, by its path in an iteration's folder.
+
+        No rank has the whole state of the optimizer: it is written to the file `spool` one matrix
+        at a time. The saver takes this file away, and the one with `.format` added to its name.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        facts: dict[str, Any] = {"format": _FORMAT, "base": self._fingerprint, "dtype": self._dtype}
+        facts["optimizer"] = None
+        if optimizer is not None:
+            facts["optimizer"] = to_plain_tree(optimizer.small_state(), _single)
+        facts |= {
+            "iteration": state.iteration,
+            "consumed_samples": state.consumed_samples,
+            "num_steps": state.num_steps,
+        }
+        gathering = AdapterGather(self.views, () if optimizer is None else optimizer.pieces())
+        weights: dict[str, Tensor] = {}
+        matrices = self._iterate_matrices(gathering, weights)
+        error: MegtoolError | None = None
+        out: dict[str, bytes | Path] = {}
+        groups = self.stages[0].groups
+        if groups.rank == 0:
+            specs = [(m.key, m.dtype, m.shape) for m in gathering.matrices]
+            try:
+                write_safetensors(files, spool, specs, matrices, {"state": json.dumps(facts)})
+                out = self.format_files(weights, spool.with_name(f"{spool.name}.format"), files)
+                out[STATE_FILE] = spool
+            except MegtoolError as e:
+                error = e
+        for _ in matrices:  # of other ranks, which must not wait if one fails
+            pass
+        for rank_error in all_gather_objects(error, groups.world):
+            if rank_error is not None:
+                raise rank_error
+        return {f"{self.folder}/{name}": data for name, data in out.items()}
+
+    def _iterate_matrices(
+        self, gathering: AdapterGather, weights: dict[str, Tensor]
+    ) -> Iterator[Tensor]:
+        """The matrices that rank 0 receives; the parameters themselves are added to `weights`."""
+        for matrix, full in gathering:
+            if full is not None:
+                if matrix.state == WEIGHT:
+                    weights[matrix.name] = full
+                yield full
+
+    def restore(self, checkpoint: Path, optimizer: Optimizer) -> TrainState:
+        """Restore parameters and optimizer from an iteration's folder, or the newest one in a save
+        folder; see `resume`."""
+        if (
+            not (checkpoint / self.folder).is_dir()
+            and (newest := find_newest_iteration(checkpoint)) is not None
+        ):
+            checkpoint = checkpoint / folder_name(newest)
+        return self.resume(checkpoint, optimizer)
+
+    def wrap_saver(self, saver: CheckpointSaver) -> CheckpointSaver:
+        """A saver of the model and of what is trained."""
+        return FrozenModelSaver(saver, self)
+
+    def saved_paths(self, folder: Path, iteration: int) -> Mapping[str, str]:
+        """The folder of what is trained."""
+        return {self.folder: str(folder / folder_name(iteration) / self.folder)}
+
+    @torch.no_grad()
+    def resume(self, iteration_folder: Path, optimizer: Optimizer) -> TrainState:
+        """Restore parameters and optimizer state of an iteration, bit for bit.
+
+        Raises:
+            CheckpointError: it has none, or of another size, model or dtype.
+        """
+        folder = iteration_folder / self.folder
+        matrices, facts = self._read_state(folder / STATE_FILE)
+        if facts["dtype"] != self._dtype:
+            raise CheckpointError(
+                f"the {self.called} was trained in {facts['dtype']}, and the run computes in "
+                f"{self._dtype}",
+                file=folder,
+                hint=f"--{_DTYPE_FLAGS.get(facts['dtype'], facts['dtype'])} resumes it",
+            )
+        (current, magnitude), (stored, _) = self._fingerprint, facts["base"]
+        if not abs(stored - current) <= _FINGERPRINT_TOLERANCE * magnitude:
+            raise CheckpointError(
+                f"the {self.called} belongs to another model",
+                file=folder,
+                hint="SRC has to be the model that the run was started with",
+            )
+        for name, parameter in self.views.tensors.items():
+            parameter.copy_(self.views.slice_local(matrices, WEIGHT, name))
+        optimizer.reload_parameters()
+        if facts["optimizer"] is not None:
+            optimizer.load(lambda state, name: self.views.slice_local(matrices, state, name))
+            optimizer.load_small_state(facts["optimizer"])
+        return TrainState(
+            iteration=facts["iteration"],
+            consumed_samples=facts["consumed_samples"],
+            num_steps=facts["num_steps"],
+        )
+
+    def _read_state(self, path: Path) -> tuple[SafetensorsFile, dict[str, Any]]:
+        """The tensors and the facts of a state file.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        if not path.exists():
+            raise CheckpointError(
+                f"this iteration has no {self.called} to resume",
+                file=path,
+                hint="it is of a run that trained something else: give it as SRC to start a new "
+                "one",
+            )
+        tensors = SafetensorsFile(path)
+        try:
+            facts = json.loads(tensors.metadata["state"])
+            format_version = facts["format"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise FormatError(f"it is not the state of the {self.called}: {e}", file=path) from e
+        if format_version != _FORMAT:
+            raise FormatError(
+                f"the state of the {self.called} has format {format_version}, not {_FORMAT}",
+                file=path,
+            )
+        return tensors, facts
+
+
+class FrozenModelSaver:
+    """Saves merged weights with `saver`, and adds the files of a feature.
+
+    `saver` has the optimizer format `none`. Merged weights are computed and copied to host memory
+    in parts: the device never holds all of them. Where weights are kept packed, they are written
+    one by one while training waits, and the host does not hold them either.
+    """
+
+    def __init__(self, saver: CheckpointSaver, feature: FrozenModelFeature) -> None:
+        self._saver, self._feature = saver, feature
+        self._is_packed = any(made_weights(stage) for stage in feature.stages)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def _spool_folder(self) -> Path:
+        """Where files are written before the saver moves them, or uploads them into a store."""
+        if not is_remote(self._saver.folder):
+            return self._saver.folder / STAGING
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="megtool-")
+        return location(self._temporary.name)
+
+    @property
+    def folder(self) -> Path:
+        """The save folder."""
+        return self._saver.folder
+
+    @property
+    def files(self) -> Files:
+        """The access to its file system."""
+        return self._saver.files
+
+    def prepare(
+        self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
+    ) -> None:
+        """Plan all saves, and take the memory for host copies."""
+        self._saver.prepare(self._stages(), None, asynchronous=asynchronous and not self._is_packed)
+
+    def save(
+        self,
+        iteration: int,
+        stages: Sequence[Decoder],
+        optimizer: Optimizer | None,
+        metadata: SaveMetadata,
+        *,
+        asynchronous: bool = False,
+        copy_behind: bool = False,
+    ) -> float:
+        """Save an iteration; see `CheckpointSaver.save`. The copy is complete on return."""
+        began = time.monotonic()
+        self._saver.finish()
+        scheduler = metadata.scheduler or {}
+        state = TrainState(
+            iteration=iteration,
+            consumed_samples=metadata.consumed_train_samples,
+            num_steps=int(scheduler.get("num_steps", metadata.consumed_train_samples)),
+        )
+        spool = self._spool_folder() / f"{folder_name(iteration)}.{self._feature.folder}"
+        own_files = self._feature.files(optimizer, state, spool, self._saver.files)
+        files = {**metadata.files, **own_files}
+        self._saver.save(
+            iteration,
+            self._stages(),
+            None,
+            replace(metadata, files=files),
+            asynchronous=not self._is_packed,
+        )
+        if not asynchronous:
+            self._saver.finish()
+        return time.monotonic() - began
+
+    def wait_for_copy(self) -> float:
+        """Wait until the state may change; returns the seconds it took."""
+        return self._saver.wait_for_copy()
+
+    def check(self) -> None:
+        """Raise an error of the background thread, if there was one."""
+        self._saver.check()
+
+    def finish(self) -> None:
+        """Wait until no save is under way."""
+        self._saver.finish()
+
+    def _stages(self) -> Any:
+        return self._feature.merged_stages()
+
+
+def _single(tensor: Tensor) -> float:
+    """A tensor of one element (the loss scale) as a number for JSON."""
+    return float(tensor.item())
