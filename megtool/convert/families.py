@@ -10,6 +10,7 @@ from typing import Any
 
 from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
+from megtool.convert.draft_heads import find_draft_head
 from megtool.convert.expression import Expression
 from megtool.convert.hybrid import hybrid_form
 from megtool.convert.label_head import with_label_head
@@ -226,9 +227,15 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
     Looks at `architectures`, then `model_type`, then `general.architecture`.
 
     Raises:
-        UnknownFamilyError: nothing says it, or no family is called so.
+        UnknownFamilyError: nothing says it, or no family is called so; or it is a draft head.
         MappingError: the family is known, and nests a text model that is not.
     """
+    if (head := find_draft_head(metadata)) is not None:
+        raise UnknownFamilyError(
+            f"{head[0]} is a draft head ({head[1]}) of another model, and no model itself",
+            hint="give the model; `inspect`, `verify`, `lint` and `reshard` take the head, under "
+            "its own names",
+        )
     return with_label_head(_find_family(metadata), metadata).of_text(metadata)
 
 

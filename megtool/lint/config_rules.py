@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megtool.checkpoint.formats.quantization_config import QUANT_FILE
+from megtool.convert.draft_heads import find_draft_head
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding, Severity
@@ -66,7 +67,7 @@ def _check_architectures(context: LintContext, engine: EngineTarget) -> Iterator
     if not names:
         value = (context.folder.config or {}).get("architectures")
         yield Finding(module=CONFIG_FILE, message=f"architectures is {value!r}")
-    elif is_unlisted(engine.engine, names):
+    elif is_unlisted(engine.engine, names) and find_draft_head(context.model_config) is None:
         yield Finding(
             module=CONFIG_FILE,
             message=f"{names[0]} {UNLISTED}",
@@ -76,7 +77,7 @@ def _check_architectures(context: LintContext, engine: EngineTarget) -> Iterator
 
 
 def _check_tokenizer(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
-    if not context.folder.has_tokenizer:
+    if not context.folder.has_tokenizer and find_draft_head(context.model_config) is None:
         yield Finding(module=context.folder.path.name, message="has no tokenizer file")
 
 

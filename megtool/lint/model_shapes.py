@@ -1,7 +1,7 @@
 """The weights of a folder, compared with the model that its config.json describes.
 
-The tables of the families say which tensors a model has, and their sizes. A model of an unknown
-family is not checked.
+The tables of the families say which tensors a model has, and their sizes, and a draft head has
+those of `megtool.convert.draft_heads`. A model of an unknown family is not checked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from megtool.convert.binding import Binding, missing
 from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.dialects import CanonicalView, read_side
+from megtool.convert.draft_heads import compare_head
 from megtool.convert.families import Family, detect_family
 from megtool.dtypes import dtype
 from megtool.errors import MappingError, UnknownTensorsError
@@ -40,6 +41,8 @@ def check_model(
 
     None if the family is unknown, or does not understand the configuration.
     """
+    if (head := compare_head(config, dict(weights))) is not None:
+        return _mismatch(*head)
     try:
         family = detect_family(config)
         model = family.read_config(config)
