@@ -314,6 +314,7 @@ def finetune(
     lora_dropout: float = ...,
     lora_target: str = ...,
     qlora: bool = ...,
+    eagle: str | None = ...,
     profile: Literal["torch", "nsys"] | None = ...,
     profile_step_start: int = ...,
     profile_step_end: int = ...,

@@ -154,6 +154,7 @@ def _report(
         plot=plot,
         hf=hf,
         adapter=result.saved_paths.get("adapter"),
+        draft_head=result.saved_paths.get("eagle"),
         notes=notes,
     )
 

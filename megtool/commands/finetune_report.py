@@ -105,8 +105,8 @@ class FinetuneReport(Report):
     """The result of a run. `seconds` and `tokens` are those of this call, from its first step on.
 
     Losses are in nats per token; `evaluations` are (step, loss). `saved_iteration` is the newest
-    one in `destination`, `hf` the folder of the exported model, `adapter` that of LoRA adapters.
-    `against` are other runs whose curves the page shows, too.
+    one in `destination`, `hf` the folder of the exported model, `adapter` that of LoRA adapters,
+    `draft_head` that of an EAGLE-3 head. `against` are other runs whose curves the page shows, too.
     """
 
     source: str
@@ -135,6 +135,7 @@ class FinetuneReport(Report):
     plot: str | None = None
     hf: str | None = None
     adapter: str | None = None
+    draft_head: str | None = None
     against: tuple[str, ...] = ()
 
     def title(self) -> str:
@@ -178,6 +179,8 @@ class FinetuneReport(Report):
             yield "model", self.hf
         if self.adapter:
             yield "adapter", self.adapter
+        if self.draft_head:
+            yield "draft head", self.draft_head
 
 
 def _counts(report: FinetunePlan | FinetuneReport) -> str:

@@ -19,6 +19,7 @@ from megtool.options.groups import (
 )
 from megtool.train.data_options import RowBuildingOptions
 from megtool.train.data_parallel_options import DataParallelOptions, check_data_parallel
+from megtool.train.eagle_options import EagleOptions, check_eagle
 from megtool.train.fp8_options import PRECISION, Fp8Options
 from megtool.train.lora_options import LoraOptions, check_lora, list_qlora_conflicts
 from megtool.train.loss_options import FurtherLossOptions
@@ -52,6 +53,7 @@ class TrainConfig(
     OverlapOptions,
     FurtherLossOptions,
     LoraOptions,
+    EagleOptions,
     ProfileOptions,
     ContextParallelOptions,
     RowBuildingOptions,
@@ -511,6 +513,7 @@ def _check_feature_options(s: TrainConfig) -> None:
             raise UsageError(message)
     _check_dependent_options(s)
     check_lora(s)
+    check_eagle(s)
 
 
 GRAPH_CONFLICTS = {

@@ -67,11 +67,11 @@ def _check_two_stacks(settings: TrainConfig) -> None:
             f"cp is {settings.layout.cp}, and context parallelism is not for an encoder",
             hint="--tp splits it; context parallelism is for decoders",
         )
-    options = ("lora_rank", "qat", "teacher", "fp8_recipe", "cuda_graph_impl")
+    options = ("lora_rank", "eagle", "qat", "teacher", "fp8_recipe", "cuda_graph_impl")
     _refuse(settings, options, "is for decoders, and the model has an encoder as well")
 
 
-_NOT_FOR_LABELS = ("lora_rank", "teacher", "cuda_graph_impl")
+_NOT_FOR_LABELS = ("lora_rank", "eagle", "teacher", "cuda_graph_impl")
 
 
 def _refuse(settings: TrainConfig, options: Sequence[str], why: str) -> None:

@@ -48,6 +48,8 @@ class MtpFeature(TrainingFeature):
                 reason = "for a model without layers of multi-token prediction"
             elif settings.lora_rank is not None:
                 reason = "with --lora-rank, which trains adapters only"
+            elif settings.eagle is not None:
+                reason = "with --eagle, which trains a draft head only"
             if reason is not None:
                 raise UsageError(
                     f"--mtp-loss-scaling-factor has no effect {reason}",

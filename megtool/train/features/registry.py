@@ -22,6 +22,7 @@ from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
 from megtool.train.features.distillation import DistillationFeature
 from megtool.train.features.dropout import DropoutFeature
+from megtool.train.features.eagle import EagleFeature
 from megtool.train.features.fp8 import Fp8Feature
 from megtool.train.features.lora import LoraFeature
 from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 FEATURES: tuple[type[TrainingFeature], ...] = (
     Fp8Feature,
     LoraFeature,
+    EagleFeature,
     QatFeature,
     DistillationFeature,
     MtpFeature,
