@@ -27,7 +27,6 @@ from tests.support.quant.quantize_sizes import SMALL, save_llama
 from tests.support.runs.finetune_runs import curve, save_lines, tune
 from tests.support.worlds.gloo_world import run_world
 
-CALIBRATED = ("fp8_kv_fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")
 BY_WEIGHTS = ("int8_weight_only", "mxfp4", "fp8_block128")
 
 
@@ -68,7 +67,13 @@ def canonical(folder: Path, module: str) -> torch.Tensor:
         return torch.from_numpy(values.copy()).float().reshape(opened.view.canonical[name].shape)
 
 
-@pytest.mark.parametrize("recipe", [*CALIBRATED, "int8_weight_only", "mxfp4"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("fp8_kv_fp8", "int8_sq", "nvfp4_awq", "int8_weight_only", "mxfp4"),
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("int4_awq", "nvfp4")),
+    ],
+)
 def test_training_goes_on_and_resumes_with_the_same_bits(
     llama: Path, data: Path, tmp_path: Path, recipe: str
 ) -> None:

@@ -43,6 +43,8 @@ CALIBRATED = (
     "nvfp4",
     "int4_gptq",
 )
+LONG = ("nvfp4", "nvfp4_gptq", "int4_awq")
+"""Formats and algorithms that others of `CALIBRATED` have, too."""
 BY_WEIGHTS = (
     "fp8_block128",
     "fp8_per_channel",
@@ -92,7 +94,13 @@ def assert_exports_the_same(direct: Path, megatron: Path, out: Path) -> None:
     assert [n for n in want if want[n] != have[n]] == []
 
 
-@pytest.mark.parametrize("recipe", [*CALIBRATED, *BY_WEIGHTS])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(pytest.param(r, marks=pytest.mark.slow if r in LONG else ()) for r in CALIBRATED),
+        *BY_WEIGHTS,
+    ],
+)
 def test_export_gives_the_folder_that_is_written_at_once(
     source: Path, tmp_path: Path, recipe: str
 ) -> None:

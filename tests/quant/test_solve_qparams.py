@@ -131,8 +131,14 @@ def test_a_dense_layer(name: str, llama: Path) -> None:
         assert model.error(done, module) <= plainly.error(worse, module) * 1.02
 
 
-@pytest.mark.parametrize("name", ["nvfp4_awq", "int8_sq", "int4_awq"])
-@pytest.mark.parametrize("kind", ["llama", "moe"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("llama", n) for n in ("nvfp4_awq", "int8_sq", "int4_awq")),
+        *(("moe", n) for n in ("int8_sq", "int4_awq")),
+        pytest.param("moe", "nvfp4_awq", marks=pytest.mark.slow),
+    ],
+)
 def test_folded_factors_are_stored_nowhere(name: str, kind: str, llama: Path, moe: Path) -> None:
     model = Model(llama if kind == "llama" else moe, name)
     stored = {t.module for t in model.settled().weights.values() if t.stores_pre_quant_scale}

@@ -16,7 +16,14 @@ from tests.support.simulation.runs import describe_failure, run_seed
 MOST_SEEDS = 1500
 """A planted bug is found within so many seeds."""
 
-CASES = [(kind, plant) for kind, plants in PLANTS.items() for plant in plants]
+LATE = ("old_not_restored", "no_lease", "all_missing_ignored")
+"""Bugs that take many seeds to be found."""
+
+CASES = [
+    pytest.param(kind, plant, marks=pytest.mark.slow if plant in LATE else ())
+    for kind, plants in PLANTS.items()
+    for plant in plants
+]
 
 
 def check_seeds(kind: str, seeds: range) -> None:

@@ -213,9 +213,9 @@ def on_ranks(
     "options",
     [
         {"fp32": True},
-        {"bf16": True},
+        pytest.param({"bf16": True}, marks=pytest.mark.slow),
         {"tp": 2},  # gloo scatters sums by operations of its own
-        {"pp": 2, "fp32": True},
+        pytest.param({"pp": 2, "fp32": True}, marks=pytest.mark.slow),
         {"pp": 2, "bf16": True, "hidden_dropout": 0.1, "recompute_granularity": "full"},
         {"pp": 2, "fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1},
         pytest.param({"pp": 2, "vpp": 2, "bf16": True}, marks=pytest.mark.slow),

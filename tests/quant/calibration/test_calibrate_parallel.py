@@ -95,7 +95,7 @@ def on_rank_with_graphs(
         groups.stop()
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)])
 def test_layers_are_graphs_on_every_rank(llama: Path, layout: dict[str, int]) -> None:
     """By the rehearsal, which adds rows as a GPU does (squares in float32); sums over tp ranks
     included."""
