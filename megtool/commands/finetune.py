@@ -179,6 +179,8 @@ def _plan(
     from megtool.train.datasets import open_datasets
     from megtool.train.features.fp8 import describe_precisions, mark_fp8_weights
     from megtool.train.features.registry import add_feature_parameters, estimate_feature_memory
+    from megtool.train.features.te_layers import TeChoice, describe_te_choices
+    from megtool.train.features.te_modules import choose_for_run
     from megtool.train.memory_estimate import estimate_rank_memory
     from megtool.train.preflight import check_plan
     from megtool.train.run_plan import (
@@ -208,10 +210,14 @@ def _plan(
     device = settings.device or usual_device()
     dtype = resolve_dtype(settings, device.partition(":")[0])
 
+    te_choices: list[TeChoice] = []
+
     def prepare(stages: Sequence[Decoder]) -> None:
         freeze(stages, settings.freeze)
         add_feature_parameters(settings, stages)
         mark_fp8_weights(settings, source, stages)
+        if settings.kernels == "te":
+            te_choices.extend(choose_for_run(settings, stages, source))
 
     memory = estimate_rank_memory(source, settings, layout, dtype, prepare)
     feature_bytes = estimate_feature_memory(settings, source, layout, dtype, device)
@@ -240,6 +246,7 @@ def _plan(
         tokens_per_step=plan.tokens,
         train_iters=plan.train_iters,
         precisions=describe_precisions(settings, source),
+        te_modules=describe_te_choices(te_choices),
         **cast(dict[str, Any], feature_bytes),
     )
 

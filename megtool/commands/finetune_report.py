@@ -28,7 +28,8 @@ class FinetunePlan(Report):
 
     `adapter_bytes` are a part of `weight_bytes`; `fake_quant_bytes` are those of the copies of
     weights that quantization-aware training rounds. `precisions` maps modules and their layers to
-    the precision that a recipe gives them; empty without a recipe.
+    the precision that a recipe gives them; empty without a recipe. `te_modules` says of layers what
+    computes them with `--kernels te`.
     """
 
     source: str
@@ -57,6 +58,7 @@ class FinetunePlan(Report):
     fake_quant_bytes: int = 0
     adapter_bytes: int = 0
     precisions: Mapping[str, str] = field(default_factory=dict)
+    te_modules: Mapping[str, str] = field(default_factory=dict)
 
     def title(self) -> str:
         """From where to where."""
@@ -95,9 +97,13 @@ class FinetunePlan(Report):
         yield "steps", f"{self.train_iters:,}"
 
     def sections(self) -> Iterator[Section]:
-        """The precision of modules."""
-        if self.precisions:
-            yield Section(title="precision", table=Table(rows=[*self.precisions.items()], left=2))
+        """The precision of modules, and Transformer Engine's modules."""
+        for title, lines in (
+            ("precision", self.precisions),
+            ("Transformer Engine", self.te_modules),
+        ):
+            if lines:
+                yield Section(title=title, table=Table(rows=[*lines.items()], left=2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ Held against the sources of Transformer Engine 2.20 (`pytorch/module/linear.py`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.errors import UsageError
+from megtool.kernels.te_weights import call
 from megtool.kernels.transformer_engine import load
+
+_COLUMNS = {"fwd": 3, "bwd": 2}  # tensors of each product
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -69,7 +73,44 @@ def contexts_again() -> Contexts:
     return first, region._reenter(second)
 
 
-class TeLinear:
+class TeModule(ABC):
+    """A module of Transformer Engine around weights that are ours.
+
+    `scale` and `history` are the state of delayed scaling of one product: fp32, used and updated
+    in place, of the columns that `number_formats.delayed_scaling` names; `direction` is `fwd` or
+    `bwd`.
+    """
+
+    module: Any
+
+    @property
+    @abstractmethod
+    def weights(self) -> Sequence[Tensor]:
+        """One for each of its products."""
+
+    def prepare(self) -> None:
+        """Make the state of the region's recipe now, and not in the first pass."""
+        self.module.init_fp8_metadata(num_gemms=len(self.weights))
+
+    def scale(self, direction: str, gemm: int = 0) -> Tensor:
+        """The scales of a product."""
+        scale: Tensor = self.module.fp8_meta[f"scaling_{direction}"].scale
+        return scale[_columns(direction, gemm)]
+
+    def history(self, direction: str, gemm: int = 0) -> Tensor:
+        """A product's largest magnitudes `[length, columns]`."""
+        history: Tensor = self.module.fp8_meta[f"scaling_{direction}"].amax_history
+        return history[:, _columns(direction, gemm)]
+
+
+def _columns(direction: str, gemm: int) -> slice:
+    """The tensors of a product among those of a module: since Transformer Engine 2.3 products
+    follow each other."""
+    num = _COLUMNS[direction]
+    return slice(gemm * num, (gemm + 1) * num)
+
+
+class TeLinear(TeModule):
     """`x W^T` by `transformer_engine.pytorch.Linear`, which uses `weight` itself, without a copy.
 
     No module of torch's, so that a layer that has it keeps its parameters and their names. Rows are
@@ -88,35 +129,30 @@ class TeLinear:
         self.module = load().pytorch.Linear(
             inner, out, bias=False, params_dtype=weight_OI.dtype, device="meta"
         )
-        self.module.weight = weight_OI
-        self.num_rows = num_rows
+        self.weight, self.num_rows = weight_OI, num_rows
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The weight."""
+        return (self.weight,)
 
     def __call__(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """`x W^T` for `x` `[..., I]`, in x's type; `weight_OI` is the one it was made with."""
-        if weight_OI is not self.module.weight:
-            raise UsageError(
-                "Transformer Engine's layer has a different weight from the one multiplied"
-            )
-        x_TI = x.reshape(-1, x.shape[-1])
-        rows = x_TI.shape[0]
-        if missing := -rows % self.num_rows:
-            x_TI = F.pad(x_TI, (0, 0, 0, missing))  # zeros: no magnitude, no gradient of the weight
-        y_TO: Tensor = self.module(x_TI)
+        """`x W^T` for `x` `[..., I]`, in x's type."""
+        x_TI, rows = fill_rows(x, self.num_rows)
+        y_TO = call(self.module, {("weight",): weight_OI}, x_TI)
         return y_TO[:rows].view(*x.shape[:-1], -1)
 
-    def prepare(self) -> None:
-        """Make the state of the region's recipe now, and not in the first pass."""
-        self.module.init_fp8_metadata(num_gemms=1)
 
-    def scale(self, direction: str) -> Tensor:
-        """The scales of delayed scaling, fp32, used and updated in place; `fwd` or `bwd`."""
-        scale: Tensor = self.module.fp8_meta[f"scaling_{direction}"].scale
-        return scale
+def fill_rows(x: Tensor, multiple: int) -> tuple[Tensor, int]:
+    """x as a matrix with rows of zeros up to a multiple, and how many rows are its own.
 
-    def history(self, direction: str) -> Tensor:
-        """Delayed scaling's largest magnitudes `[length, columns]`, likewise."""
-        history: Tensor = self.module.fp8_meta[f"scaling_{direction}"].amax_history
-        return history
+    Zeros add no magnitude, and nothing to gradients of weights.
+    """
+    x_TI = x.reshape(-1, x.shape[-1])
+    rows = x_TI.shape[0]
+    if missing := -rows % multiple:
+        x_TI = F.pad(x_TI, (0, 0, 0, missing))
+    return x_TI, rows
 
 
 def check_sides(shape_OI: tuple[int, ...], multiple: int, name: str | None = None) -> None:

@@ -1,7 +1,8 @@
 """Transformer Engine's kernels, if requested: loading it, norms and activations.
 
-`SCOPE` says which operations it runs, and that all others are megtool's own. Its linear layers in
-FP8 are in `kernels.te_linear`, and its recipes in `optim.fp8.transformer_engine`.
+`SCOPE` says which operations it runs, and that all others are megtool's own. Its modules are in
+`kernels.te_linear`, `te_norm_linear` and `te_experts`, and its recipes in
+`optim.fp8.transformer_engine`; `train.features.te_layers` chooses the layers that have them.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ _LEAST = (2, 9)
 SCOPE = (
     "Transformer Engine runs the norms that have weights, and the activations silu, quick_gelu, "
     "relu, relu2 and gelu by tanh, gated or not, without limit and offset (but not exact gelu), "
-    "and in 16 bits attention within documents, chunks and windows of whole rows (without soft "
-    "caps, sinks and dropout); rotary embedding, other attention, dispatch to experts and cross "
-    "entropy are megtool's own kernels, and matrix products torch's, but for linear layers "
-    "trained in FP8 (--fp8-recipe), which are Transformer Engine's"
+    "in 16 bits attention within documents, chunks and windows of whole rows (without soft caps, "
+    "sinks and dropout), and in training in 16 bits or FP8 norms together with the linear layer or "
+    "the MLP behind them, and experts (`finetune --dry-run` shows which); rotary embedding, other "
+    "attention, dispatch to experts and cross entropy are megtool's own kernels, and other matrix "
+    "products torch's, but for linear layers in FP8 (--fp8-recipe), which are Transformer Engine's"
 )
 
 # Our names of activations; its "gelu" is the tanh approximation, and it has no exact one.
-_PLAIN = {
+PLAIN = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu",
     "quick_gelu": "qgelu",
     "relu": "relu",
     "relu2": "srelu",
 }
-_GATED = {
+GATED = {
     "silu": "swiglu",
     "gelu_pytorch_tanh": "geglu",
     "quick_gelu": "qgeglu",
     "relu": "reglu",
     "relu2": "sreglu",
 }
-KINDS = frozenset(_PLAIN)
+KINDS = frozenset(PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +124,14 @@ def layer_norm(
 def activate(x_TF: Tensor, kind: str, bias: Tensor | None) -> Tensor:
     """See `activation.activate`; `kind` is one of KINDS."""
     x = x_TF if bias is None else x_TF + bias
-    out: Tensor = _Activate.apply(x, _PLAIN[kind])  # type: ignore[no-untyped-call]
+    out: Tensor = _Activate.apply(x, PLAIN[kind])  # type: ignore[no-untyped-call]
     return out
 
 
 def gated(x_T2F: Tensor, kind: str, bias: Tensor | None, limit: float, offset: float) -> Tensor:
     """See `activation.gated`; `kind` is one of KINDS, without limit and offset."""
     x = x_T2F if bias is None else x_T2F + bias
-    out: Tensor = _Activate.apply(x, _GATED[kind])  # type: ignore[no-untyped-call]
+    out: Tensor = _Activate.apply(x, GATED[kind])  # type: ignore[no-untyped-call]
     return out
 
 

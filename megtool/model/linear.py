@@ -30,6 +30,8 @@ from megtool.parallel.process_groups import ALONE, Group
 # Stands for `x W^T` of rows and a weight, with gradients of its own, where a module's `product` is
 # set: training in FP8 does (`megtool.train.features.fp8`).
 Product = Callable[[Tensor, Tensor], Tensor]
+# Stands for `norm(x) W^T + b`, or for more that follows it, of rows before the norm.
+NormProduct = Callable[[Tensor], Tensor]
 
 
 class ColumnLinear(nn.Module):
@@ -41,7 +43,9 @@ class ColumnLinear(nn.Module):
     all T rows. The backward pass adds up the gradient of x while that of the weight is computed.
     `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.hooks`), and
     what `adapter` makes of them is added to the output (`megtool.model.lora`). With
-    `overlaps_gather` rows of other ranks are multiplied as they arrive.
+    `overlaps_gather` rows of other ranks are multiplied as they arrive. With a
+    `norm_product` (`--kernels te`), which takes neither tap nor adapter, `normalize` and `of_sum`
+    leave the norm to it.
 
     Raises:
         LayoutError: tp does not divide `out_features`.
@@ -63,6 +67,7 @@ class ColumnLinear(nn.Module):
         self.group, self.norm = group, norm
         self.tap: ActivationHook | None = None
         self.product: Product | None = None
+        self.norm_product: NormProduct | None = None
         self.adapter: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
         self.overlaps_gather = False
@@ -86,19 +91,21 @@ class ColumnLinear(nn.Module):
 
     def normalize(self, x_TH: Tensor) -> Tensor:
         """The rows after this layer's fused norm, or unchanged if it has none."""
-        if self.norm is None:
+        if self.norm is None or self.norm_product is not None:
             return x_TH
         return self.norm(x_TH, self.layer_norm_weight, self.layer_norm_bias)
 
     def of_sum(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `normalize` for the sum of both, and that sum."""
-        if self.norm is None:
+        if self.norm is None or self.norm_product is not None:
             return (total := x_TH + residual_TH), total
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         return self.norm.of_sum(x_TH, residual_TH, weight, bias)
 
     def project(self, x_TH: Tensor) -> Tensor:
-        """The product alone, for rows that are already normalized."""
+        """The product alone, for rows after `normalize`."""
+        if self.norm_product is not None:
+            return self.norm_product(x_TH)
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         if self.product is not None:

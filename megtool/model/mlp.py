@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.kernels.activation import activate, gated
-from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.linear import ColumnLinear, NormProduct, RowLinear
 from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model_config import ModelConfig
@@ -61,6 +61,8 @@ class Mlp(nn.Module):
     """A dense MLP; its norm is part of `linear_fc1`, whose rows are gate, then up.
 
     The layer applies that norm, together with the addition before it (`TransformerLayer.mlp_norm`).
+    A `norm_product` stands for norm, projections and activation; `linear_fc1` has it as well, and
+    leaves the norm to it.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        self.norm_product: NormProduct | None = None
         self.linear_fc1 = ColumnLinear(
             config.hidden_size,
             config.ffn_hidden_size * (2 if config.gated else 1),
@@ -103,10 +106,13 @@ class Mlp(nn.Module):
         """The MLP output that is added to the residual (before its scale), for rows after its
         norm.
         """
-        inner = self.linear_fc1(x_TH, is_normal=True)
-        if self.activation_func is None:
-            inner = activated(inner, self.config)
+        if self.norm_product is not None:
+            out = self.norm_product(x_TH)
         else:
-            inner = self.activation_func(inner)
-        out: Tensor = self.linear_fc2(inner)
+            inner = self.linear_fc1(x_TH, is_normal=True)
+            if self.activation_func is None:
+                inner = activated(inner, self.config)
+            else:
+                inner = self.activation_func(inner)
+            out = self.linear_fc2(inner)
         return out if self.config.mlp_out_scale == 1 else out * self.config.mlp_out_scale

@@ -238,7 +238,10 @@ class TrainConfig(
     # ---- Running
     device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.")
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
-        RUNNING, "Which implementation of fused operations runs.", "auto"
+        RUNNING,
+        "Which implementation of fused operations runs. te: Transformer Engine's, with its modules "
+        "for norms with linear layers, MLPs and experts, as --dry-run lists them.",
+        "auto",
     )
     threads: int | None = option(RUNNING, "Threads; default: as many as torch uses.", minimum=1)
     # ---- Checkpoints

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megtool import finetune, verify
-from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels.dispatch import use
+from megtool.kernels.te_linear import TeModule
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
@@ -25,6 +26,7 @@ from megtool.reshard.open_source import open_source
 from megtool.train.build_model import load_for_training
 from megtool.train.features.fp8 import Fp8Feature
 from megtool.train.run_log import read_log
+from tests.support.models import moe_cases, tiny_text
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
 IS_THERE = find_spec("transformer_engine") is not None
@@ -175,10 +177,81 @@ def test_recomputation_and_evaluations_leave_no_trace(how: dict[str, bool], mode
 def test_weights_stay_the_models_own(model: Path) -> None:
     run = passes(model)
     assert "computed by Transformer Engine" in run.fp8.describe()
-    products = [m for m in run.stage.modules() if getattr(m, "product", None) is not None]
-    assert len(products) == len(run.fp8.names) == 8
-    assert all(m.product.module.weight is m.weight for m in products)
-    assert len(list(run.stage.parameters())) == 15
+    modules = [*run.stage.decoder.layers.modules()]
+    made = {
+        id(te): te
+        for m in modules
+        for name in ("product", "norm_product")
+        if isinstance(te := getattr(m, name, None), TeModule)
+    }
+    kinds = sorted(type(te).__name__ for te in made.values())
+    assert kinds == ["TeLinear"] * 2 + ["TeNormLinear"] * 2 + ["TeNormMlp"] * 2
+    own = {id(p) for p in run.stage.parameters()}
+    assert len(own) == 15
+    weights = [id(weight) for te in made.values() for weight in te.weights]
+    assert len(weights) == len(run.fp8.names) == 8
+    assert set(weights) <= own
     run.fp8.remove()
     assert "run" not in vars(run.stage)
-    assert all(m.product is None for m in products)
+    assert all(getattr(m, "product", None) is None for m in modules)
+    assert all(getattr(m, "norm_product", None) is None for m in modules)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral of two layers that reads bytes."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 48, "num_local_experts": 4}
+    vocabulary = {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
+    moe_cases.save(("mixtral", "Mixtral", sizes | vocabulary), folder)
+    tiny_text.save_tokenizer(folder)
+    return folder
+
+
+@by_te
+@pytest.mark.parametrize("kind", ["model", "experts"])
+@pytest.mark.parametrize("more", [{}, {"recompute_granularity": "full"}, {"lora_rank": 4}], ids=str)
+def test_its_modules_learn_as_our_own_layers(
+    kind: str, more: dict[str, Any], request: pytest.FixtureRequest, text: Path, tmp_path: Path
+) -> None:
+    """Norms with products, MLPs and experts, without FP8; weights' gradients in fp32 sums."""
+    source = request.getfixturevalue(kind)
+    how: dict[str, Any] = {"device": "cuda", "train_iters": 6, "lr": 1e-2, "micro_batch_size": 1}
+    ours = tune(source, tmp_path / "ours", text, **(how | more), kernels="torch")
+    theirs = tune(source, tmp_path / "theirs", text, **(how | more), kernels="te")
+    assert ours[-1] < ours[0]
+    assert max(abs(a - b) for a, b in zip(theirs, ours, strict=True)) < 0.02 * ours[0]
+
+
+@by_te
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_experts_are_trained_in_fp8(
+    recipe: Recipe, experts: Path, text: Path, tmp_path: Path
+) -> None:
+    """Each expert's state is saved as our own FP8 saves it, and a stopped run resumes with it."""
+    how: dict[str, Any] = {"device": "cuda", "train_iters": 8, "lr_decay_iters": 8, "lr": 1e-2}
+    how |= {"save_interval": 4, "fp8_amax_history_len": 4} if recipe == "delayed" else {}
+    plain = tune(experts, tmp_path / "bf16", text, **(how | {"fp8_amax_history_len": None}))
+    how |= {"fp8_recipe": recipe}
+    theirs = tune(experts, tmp_path / "theirs", text, **how, kernels="te")
+    assert theirs != plain
+    assert max(abs(a - b) for a, b in zip(theirs, plain, strict=True)) < 0.03 * plain[0]
+    if recipe != "delayed":
+        return
+    tune(experts, tmp_path / "ours", text, **(how | {"device": "cpu"}))
+    modules = inspect_amax(tmp_path / "theirs").modules
+    assert modules == inspect_amax(tmp_path / "ours").modules
+    tune(experts, tmp_path / "cut", text, **(how | {"train_iters": 4}), kernels="te")
+    assert tune(experts, tmp_path / "cut", text, **how, kernels="te") == theirs
+
+
+@by_te
+def test_a_plan_says_which_layers_have_which_module(
+    experts: Path, text: Path, tmp_path: Path
+) -> None:
+    plan = finetune(
+        experts, tmp_path / "dst", data=[str(text)], kernels="te", device="cuda", dry_run=True
+    )
+    assert isinstance(plan, FinetunePlan)
+    assert plan.te_modules["layers 0-1: mlp.experts.linear_fc2"] == "GroupedLinear"
+    assert plan.te_modules["layers 0-1: self_attention.linear_qkv"] == "LayerNormLinear"

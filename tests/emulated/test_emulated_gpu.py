@@ -22,6 +22,7 @@ from megtool import verify
 from megtool.train.run_log import read_log
 from tests.support.emulated.device import build
 from tests.support.models import tiny_text
+from tests.support.peers.release import install_release
 from tests.support.runs.finetune_runs import curve, save_lines
 
 pytest.importorskip("transformers")
@@ -34,6 +35,7 @@ ON_GPU = (
     "tests/inference/test_load.py",
     "tests/quant/fake_quant",
 )
+BY_TE = ("tests/kernels/test_te_modules.py", "tests/commands/test_finetune_te.py")
 GRAPHED = ("tests/train/test_cuda_graph.py", "tests/commands/test_finetune_cuda_graph.py")
 COMMANDS = (
     "tests/commands/test_finetune.py::test_the_same_command_goes_on_with_the_same_bits",
@@ -165,6 +167,17 @@ def run_tests(checkout: Path, library: Path, kernels: str, marked: str, *names: 
 def test_what_is_marked_gpu_passes_there(library: Path, checkout: Path) -> None:
     pytest.importorskip("triton")
     assert " passed" in run_tests(checkout, library, "auto", "gpu", *ON_GPU)
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_transformer_engines_modules_run_there(
+    library: Path, checkout: Path, tmp_path: Path
+) -> None:
+    """Its own Python part, with products of torch (`tests/support/emulated/te_extension.py`)."""
+    release = install_release("transformer_engine==2.20.2", tmp_path / "te")
+    told = run_tests(checkout, library, str(release), "gpu", *BY_TE, "-k", "not blockwise")
+    assert " passed" in told
 
 
 @pytest.mark.slow

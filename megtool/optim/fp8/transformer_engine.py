@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import amax, scale_from_amax
-from megtool.kernels.te_linear import TeLinear, TERegion
+from megtool.kernels.te_linear import TeModule, TERegion
 from megtool.kernels.transformer_engine import load
 from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
 from megtool.optim.fp8.config import Fp8Config, Recipe
@@ -68,7 +68,8 @@ def require_recipe(recipe: Recipe) -> None:
 
 
 class TeAmaxHistories:
-    """The delayed scaling state of linear layers, which Transformer Engine has and updates.
+    """The delayed scaling state of linear layers, which Transformer Engine has and updates: those
+    that are `products` of its modules, by number.
 
     It has the methods of `AmaxHistories`. A step is a pass of a micro batch: it ends in the forward
     pass for inputs and weights, in the backward pass for gradients. Transformer Engine's initial
@@ -76,55 +77,57 @@ class TeAmaxHistories:
     weights come from the weights.
     """
 
-    def __init__(self, linears: Sequence[TeLinear], settings: Fp8Config) -> None:
-        self.linears = linears
-        self.is_fresh = [True] * len(linears)  # scales change in every pass
+    def __init__(self, products: Sequence[tuple[TeModule, int]], settings: Fp8Config) -> None:
+        self._products = products
+        self.is_fresh = [True] * len(products)  # scales change in every pass
         with torch.no_grad():
-            for linear in linears:
-                scale = scale_from_amax(
-                    amax(linear.module.weight), settings.forward, margin=settings.margin
-                )
-                linear.scale("fwd")[WEIGHT].copy_(scale)
+            for module, gemm in products:
+                largest = amax(module.weights[gemm])
+                scale = scale_from_amax(largest, settings.forward, margin=settings.margin)
+                module.scale("fwd", gemm)[WEIGHT].copy_(scale)
 
     def end_step(self, groups: ProcessGroups) -> None:
         """Do nothing: every pass has ended its own step."""
 
     def forget_pass(self) -> None:
         """Drop the amax of a pass without gradients, which must not affect training."""
-        for linear in self.linears:
-            linear.history("fwd")[0].zero_()
+        for module, gemm in self._products:
+            module.history("fwd", gemm)[0].zero_()
 
     def state(self, module: int) -> dict[str, Tensor]:
         """See `AmaxHistories.state`."""
-        linear, out = self.linears[module], {}
+        (te, gemm), out = self._products[module], {}
         for d in KINDS:
-            out[f"scale_{d}"] = linear.scale(d).to("cpu", copy=True)
-            out[f"amax_history_{d}"] = linear.history(d).to("cpu", copy=True)
+            out[f"scale_{d}"] = te.scale(d, gemm).to("cpu", copy=True)
+            out[f"amax_history_{d}"] = te.history(d, gemm).to("cpu", copy=True).contiguous()
         return out
 
     def load(self, module: int, state: Mapping[str, Tensor]) -> None:
         """See `AmaxHistories.load`."""
-        linear = self.linears[module]
+        te, gemm = self._products[module]
         for d in KINDS:
-            linear.scale(d).copy_(state[f"scale_{d}"])
-            linear.history(d).copy_(state[f"amax_history_{d}"])
+            te.scale(d, gemm).copy_(state[f"scale_{d}"])
+            te.history(d, gemm).copy_(state[f"amax_history_{d}"])
 
 
 StageRun = Callable[..., Tensor]
 
 
 class TeTraining:
-    """Linear layers of this rank in Transformer Engine: a product for each of `weights`.
+    """Linear layers of this rank in Transformer Engine: `products` are products of its modules.
 
     Every rank makes one at the same time: the ranks of a pipeline stage reduce amax.
 
     Raises:
         MissingPackageError: Transformer Engine cannot be loaded.
-        UsageError: the GPU does not support the recipe, or a weight's shape does not fit it.
+        UsageError: the GPU does not support the recipe.
     """
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], settings: Fp8Config, groups: ProcessGroups
+        self,
+        products: Sequence[tuple[TeModule, int]],
+        settings: Fp8Config,
+        groups: ProcessGroups,
     ) -> None:
         load()
         require_recipe(settings.recipe)
@@ -135,12 +138,11 @@ class TeTraining:
         # Without a group Transformer Engine would use the whole world, with all stages.
         recipe = make_te_recipe(settings, recipes, reduce_amax=stage.size > 1)
         self.region = TERegion(recipe, stage.handle)
-        self.products = [TeLinear(weight, required_multiple(settings.recipe)) for weight in weights]
         with torch.no_grad(), self.region.entered():
-            for linear in self.products:
-                linear.prepare()
+            for module in dict.fromkeys(module for module, _ in products):
+                module.prepare()
         is_delayed = settings.recipe == "delayed"
-        self.histories = TeAmaxHistories(self.products, settings) if is_delayed else None
+        self.histories = TeAmaxHistories(products, settings) if is_delayed else None
 
     def around(self, run: StageRun) -> StageRun:
         """A stage's `run` inside the FP8 region."""

@@ -66,6 +66,13 @@ from megtool.train.features.module_precision import (
     uniform_precisions,
 )
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.features.te_layers import (
+    TeKind,
+    build_te_modules,
+    choose_te_modules,
+    excluded_kinds,
+    remove_te_modules,
+)
 
 if TYPE_CHECKING:
     from typing import Self
@@ -109,8 +116,9 @@ class Fp8Feature(TrainingFeature):
     for all layers alike) do not leave out: dense ones, latent projections, and those of experts,
     which have scales for each expert. Routers, attention and the output layer are not in FP8.
     `describe` says so in a sentence. Only delayed scaling has state. Inside
-    `kernels.dispatch.use("te")` Transformer Engine's modules and recipes compute these layers,
-    except experts, and end a step of delayed scaling with every pass.
+    `kernels.dispatch.use("te")` Transformer Engine's modules and recipes compute these layers, as
+    `te_layers` chooses them, and end a step of delayed scaling with every pass; experts that they
+    cannot compute are not in FP8. `te_excluded` are modules that are not to be used, and why.
 
     Raises:
         MissingPackageError: Transformer Engine is needed and cannot be loaded.
@@ -123,6 +131,7 @@ class Fp8Feature(TrainingFeature):
         stages: Sequence[Decoder],
         settings: Fp8Config | ModulePrecisions,
         groups: ProcessGroups,
+        te_excluded: Mapping[TeKind, str] | None = None,
     ) -> None:
         require_products(groups.device)
         first = stages[0]
@@ -133,6 +142,9 @@ class Fp8Feature(TrainingFeature):
             settings = uniform_precisions(settings, first.config.num_layers)
         self.precisions, self._stages = settings, stages
         self._is_by_te = chosen(groups.device) == "te"
+        self._choices = []
+        if self._is_by_te:
+            self._choices = choose_te_modules(stages, settings.of, te_excluded, has_fp8=True)
         self._members = self._find_members()
         self.histories: AmaxHistories | TeAmaxHistories | None = None
         if self._is_by_te:
@@ -145,6 +157,7 @@ class Fp8Feature(TrainingFeature):
     def _find_members(self) -> list[_Member]:
         """The linear layers in FP8, dense ones before experts."""
         layers: list[tuple[str, Fp8Linear, Fp8Config]] = []
+        by_te = {name for choice in self._choices if choice.module for name in choice.names}
         for stage in self._stages:
             for n in stage.stage.layers:
                 for name, module in _linears(stage.decoder.layers[str(n)]):
@@ -157,7 +170,7 @@ class Fp8Feature(TrainingFeature):
         for full, module, config in layers:
             expert = None
             if isinstance(module, ExpertLinear):
-                if self._is_by_te:
+                if self._is_by_te and full not in by_te:
                     continue
                 expert = self.groups.ep.rank * module.weight.shape[0]
             member = _Member(name=full, module=module, settings=config, first=first, expert=expert)
@@ -192,13 +205,17 @@ class Fp8Feature(TrainingFeature):
             _mark(m.module, m.settings)
 
     def _use_transformer_engine(self) -> None:
-        """Let Transformer Engine compute the products, in its own region only."""
-        weights = [member.module.weight for member in self._members]
+        """Let Transformer Engine's modules compute the layers, in its own region only."""
         settings = self.precisions.recipes[0]
-        te = TeTraining(weights, settings, self.groups)
-        for member, product in zip(self._members, te.products, strict=True):
-            if not isinstance(member.module, ExpertLinear):
-                member.module.product = product
+        multiple = required_multiple(settings.recipe)
+        made = build_te_modules(self._stages, self._choices, lambda name: multiple)
+        products = [
+            (module, gemm + i)
+            for member in self._members
+            for module, gemm in [made[member.name]]
+            for i in range(member.num_histories)
+        ]
+        te = TeTraining(products, settings, self.groups)
         for stage in self._stages:
             setattr(stage, "run", te.around(stage.run))  # noqa: B010 - stands for the method
         self.histories = te.histories
@@ -252,7 +269,7 @@ class Fp8Feature(TrainingFeature):
             precisions = choose_precisions(settings, inputs.source)
         if precisions is None:
             return None
-        feature = cls(stages, precisions, stages[0].groups)
+        feature = cls(stages, precisions, stages[0].groups, excluded_kinds(settings))
         feature.param_gather = settings.fp8_param_gather
         return feature
 
@@ -289,9 +306,8 @@ class Fp8Feature(TrainingFeature):
         recipes = " and ".join(f"{c.recipe}, {c.format}" for c in self.precisions.recipes)
         te = "; Transformer Engine is installed but not used (--kernels te)"
         is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
-        modules = self._stages[0].modules()
-        has_experts = any(isinstance(m, ExpertLinear) for m in modules)
-        left_out = ["experts"] if self._is_by_te and has_experts else []
+        experts = [c for c in self._choices if c.module is None and ".experts." in c.owner]
+        left_out = ["experts"] if experts else []
         return (
             f"FP8 ({recipes}): {self._layers_text()} are {self._arithmetic()}; "
             f"{', '.join([*left_out, 'attention'])} and the output layer are not in FP8"
@@ -329,8 +345,10 @@ class Fp8Feature(TrainingFeature):
         """Restore the linear layers."""
         for member in self._members:
             member.module.product = None
-        for stage in self._stages if self._is_by_te else ():
-            delattr(stage, "run")
+        if self._is_by_te:
+            remove_te_modules(self._stages)
+            for stage in self._stages:
+                delattr(stage, "run")
 
     # Checkpoints.
 

@@ -231,12 +231,12 @@ def summarize_precisions(
             label = BF16 if config is None else f"FP8 {config.recipe}, {config.format}"
             layers[match[2].replace("experts.experts.", "experts."), label].append(int(match[1]))
     return [
-        (f"layers {_ranges(numbers)}: {module}", label)
+        (f"layers {layer_ranges(numbers)}: {module}", label)
         for (module, label), numbers in layers.items()
     ]
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def layer_ranges(numbers: Iterable[int]) -> str:
     """`0-3, 7` for 0, 1, 2, 3, 7."""
     parts: list[list[int]] = []
     for n in sorted(set(numbers)):

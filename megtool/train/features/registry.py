@@ -29,6 +29,7 @@ from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature
 from megtool.train.features.mtp import MtpFeature
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.features.qat import QatFeature
+from megtool.train.features.te_modules import TeFeature
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -39,6 +40,7 @@ FEATURES: tuple[type[TrainingFeature], ...] = (
     EagleFeature,
     QatFeature,
     DistillationFeature,
+    TeFeature,
     MtpFeature,
     MoeLoadBalancingFeature,
     DropoutFeature,

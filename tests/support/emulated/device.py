@@ -1,8 +1,9 @@
 """An emulated GPU: `torch.device("cuda")` on a CPU build of torch, with CUDA's rules.
 
-python -m tests.support.emulated.device LIBRARY auto|torch [pytest's arguments]
+python -m tests.support.emulated.device LIBRARY auto|torch|FOLDER [pytest's arguments]
 
-The second form of kernels spares the tests Triton's interpreter, where they do not name any.
+The second form of kernels spares the tests Triton's interpreter, where they do not name any; so
+does the third, the folder of a release of Transformer Engine that is to be there (te_extension.py).
 
 `build` compiles device.cpp; `start` loads it, before torch is imported, and gives `torch.cuda` a
 device, streams, events and graphs. Operations run on the CPU, on the same bytes, and fail where
@@ -233,6 +234,10 @@ if __name__ == "__main__":
 
     from megtool.kernels import dispatch
 
-    if sys.argv[2] == "torch":
+    if Path(sys.argv[2]).is_dir():
+        from tests.support.emulated.te_extension import install
+
+        install(Path(sys.argv[2]))
+    if sys.argv[2] != "auto":
         dispatch._automatic = lambda device_kind: "torch"  # type: ignore[assignment]
     sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[3:]]))

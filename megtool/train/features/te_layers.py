@@ -1,0 +1,292 @@
+"""Which layers Transformer Engine's modules compute (`--kernels te`), and why not the others.
+
+The choice is made once, when a model is built, and needs no weights, so that `--dry-run` shows it
+too. What a module cannot do exactly as our layer does is left to our own kernels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch import float32, nn
+
+from megtool.kernels import transformer_engine
+from megtool.kernels.activation import formula
+from megtool.kernels.te_experts import TeGroupedLinear
+from megtool.kernels.te_linear import TeLinear, TeModule
+from megtool.kernels.te_norm_linear import TeNorm, TeNormLinear, TeNormMlp
+from megtool.model.attention import Attention
+from megtool.model.decoder import Decoder
+from megtool.model.layer import TransformerLayer
+from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.mamba import MambaMixer
+from megtool.model.mla import DownLinear
+from megtool.model.mlp import Mlp
+from megtool.model.moe import ExpertLinear, SharedExperts
+from megtool.model.short_conv import GatedShortConv
+from megtool.optim.fp8.config import Fp8Config
+from megtool.optim.fp8.transformer_engine import required_multiple
+from megtool.train.config import TrainConfig
+from megtool.train.features.module_precision import layer_ranges
+
+TeKind = Literal["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]
+Precision = Callable[[str], Fp8Config | None]
+
+_PLAIN_CALLERS = (Attention, MambaMixer, GatedShortConv, SharedExperts)
+"""Owners that read nothing but the product of a linear layer with a norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeChoice:
+    """What computes the layers `names` of a model, which are parts of its layer `owner`: a module
+    of Transformer Engine, or our own kernels for a `reason`."""
+
+    names: tuple[str, ...]
+    owner: str
+    module: TeKind | None = None
+    reason: str = ""
+
+
+def in_bf16(name: str) -> Fp8Config | None:
+    """The precision of a model without FP8."""
+    return None
+
+
+def excluded_kinds(settings: TrainConfig) -> dict[TeKind, str]:
+    """Modules that options of a run exclude, and why."""
+    norms: tuple[TeKind, ...] = ("LayerNormLinear", "LayerNormMLP")
+    reasons: list[tuple[bool, tuple[TeKind, ...], str]] = [
+        (settings.lora_rank is not None, norms, "LoRA reads what the norm gives"),
+        (settings.qat is not None, (*norms, "GroupedLinear"), "--qat rounds what is multiplied"),
+        (
+            settings.cuda_graph_impl != "none",
+            (*norms, "GroupedLinear"),
+            "not captured as a CUDA graph",
+        ),
+        (settings.is_fully_sharded, (*norms, "GroupedLinear"), "weights are sharded by torch"),
+        (
+            settings.recompute_granularity == "selective",
+            (*norms, "GroupedLinear"),
+            "its products cannot be kept by --recompute-granularity selective",
+        ),
+    ]
+    return {kind: why for applies, kinds, why in reversed(reasons) if applies for kind in kinds}
+
+
+def choose_te_modules(
+    stages: Sequence[Decoder],
+    precision: Precision = in_bf16,
+    excluded: Mapping[TeKind, str] | None = None,
+    *,
+    has_fp8: bool = False,
+) -> list[TeChoice]:
+    """The choice for every linear layer between embedding and output layer of some stages.
+
+    `precision` is that of layers by name. With `has_fp8` some are in FP8, and the others are left
+    alone: a module of Transformer Engine would compute them in FP8 as well.
+    """
+    choices: list[TeChoice] = []
+    for stage in stages:
+        for n in stage.stage.layers:
+            layer = cast(TransformerLayer, stage.decoder.layers[str(n)])
+            found = _Chooser(layer, f"decoder.layers.{n}", precision, excluded or {}, has_fp8)
+            choices += found.choices()
+    return choices
+
+
+class _Chooser:
+    """The choices of one layer."""
+
+    def __init__(
+        self,
+        layer: TransformerLayer,
+        prefix: str,
+        precision: Precision,
+        excluded: Mapping[TeKind, str],
+        has_fp8: bool,
+    ) -> None:
+        self.layer, self.prefix, self.precision = layer, prefix, precision
+        self.excluded, self.has_fp8 = excluded, has_fp8
+
+    def choices(self) -> Iterator[TeChoice]:
+        """All of them."""
+        done: set[str] = set()
+        for owner_name, owner in self.layer.named_modules():
+            full = f"{self.prefix}.{owner_name}" if owner_name else self.prefix
+            if isinstance(owner, Mlp):
+                names = (f"{full}.linear_fc1", f"{full}.linear_fc2")
+                if reason := self._refuse_mlp(owner, names):
+                    yield TeChoice(names=names, owner=full, reason=f"no LayerNormMLP: {reason}")
+                else:
+                    done |= set(names)
+                    yield TeChoice(names=names, owner=full, module="LayerNormMLP")
+            for name, module in owner.named_children():
+                child = f"{full}.{name}"
+                if child not in done and isinstance(
+                    module, ColumnLinear | RowLinear | DownLinear | ExpertLinear
+                ):
+                    yield self._choose_linear(owner, child, module)
+
+    def _choose_linear(self, owner: nn.Module, name: str, module: nn.Module) -> TeChoice:
+        """What computes a linear layer, whose norm is part of it or not."""
+        fp8 = self.precision(name)
+        kind: TeKind = "GroupedLinear" if isinstance(module, ExpertLinear) else "Linear"
+        reason = ""
+        if isinstance(module, ExpertLinear):
+            reason = self._refuse_experts(module, name)
+        elif isinstance(module, ColumnLinear) and module.norm is not None:
+            reason = self._refuse_norm_linear(owner, name, module)
+            if not reason:
+                return TeChoice(names=(name,), owner=name, module="LayerNormLinear")
+            reason = f"no LayerNormLinear: {reason}"
+        if kind == "Linear" and fp8 is None:
+            reason = reason or "torch multiplies in 16 bits"
+            return TeChoice(names=(name,), owner=name, reason=reason)
+        if kind == "GroupedLinear" and reason:
+            return TeChoice(names=(name,), owner=name, reason=reason)
+        return TeChoice(names=(name,), owner=name, module=kind, reason=reason)
+
+    def _refuse_experts(self, module: ExpertLinear, name: str) -> str:
+        fp8 = self.precision(name)
+        if why := self._refuse_common("GroupedLinear", [name], [module]):
+            return why
+        multiple = 1 if fp8 is None else required_multiple(fp8.recipe)
+        if any(side % multiple for side in module.weight.shape[1:]):
+            return f"a side is no multiple of {multiple}"
+        return ""
+
+    def _refuse_norm_linear(self, owner: nn.Module, name: str, module: ColumnLinear) -> str:
+        if why := self._refuse_norm(module):
+            return why
+        if not isinstance(owner, (*_PLAIN_CALLERS, Mlp)):
+            return "what its norm gives is read elsewhere, too"
+        return self._refuse_common("LayerNormLinear", [name], [module])
+
+    def _refuse_mlp(self, mlp: Mlp, names: tuple[str, str]) -> str:
+        config, fc1, fc2 = mlp.config, mlp.linear_fc1, mlp.linear_fc2
+        if why := self._refuse_norm(fc1):
+            return why
+        if mlp.activation_func is not None or formula(config.activation) not in (
+            transformer_engine.KINDS
+        ):
+            return f"it has no activation {config.activation}"
+        if config.activation_limit or config.glu_offset or config.mlp_gate_scale != 1:
+            return "its gate has a limit, an offset or a scale"
+        if self.precision(names[0]) != self.precision(names[1]):
+            return "its projections differ in precision"
+        return self._refuse_common("LayerNormMLP", names, [fc1, fc2])
+
+    def _refuse_norm(self, module: ColumnLinear) -> str:
+        norm = module.norm
+        if self.layer.config.shared_norm:
+            return "one norm feeds attention and MLP"
+        if norm is None or module.layer_norm_weight is None:
+            return "there is no norm with a weight before it"
+        if norm.kind == "layernorm" and module.layer_norm_bias is None:
+            return "its layer norm has no bias"
+        if module.group.size > 1:
+            return "tensor parallelism"
+        return ""
+
+    def _refuse_common(self, kind: TeKind, names: Iterable[str], modules: Sequence[Any]) -> str:
+        """What excludes a module for all linear layers that it stands for."""
+        if kind in self.excluded:
+            return self.excluded[kind]
+        if self.has_fp8 and any(self.precision(name) is None for name in names):
+            return "in 16 bits, between layers in FP8"
+        for module in modules:
+            if module.weight.dtype == float32:
+                return "it multiplies float32 as TF32"
+            if module.product is not None or module.tap is not None:
+                return "another feature changes its product"
+            if kind != "GroupedLinear" and module.adapter is not None:
+                return "LoRA reads what the norm gives"
+        return ""
+
+
+def build_te_modules(
+    stages: Sequence[Decoder], choices: Iterable[TeChoice], num_rows: Callable[[str], int]
+) -> dict[str, tuple[TeModule, int]]:
+    """Put the chosen modules into their layers; parameters stay those of the layers.
+
+    `num_rows` is what rows of a layer are filled up to. Returns for each linear layer, by its name,
+    the module and which of its products it is.
+
+    Raises:
+        MissingPackageError: Transformer Engine cannot be loaded.
+        UsageError: a weight's shape does not fit.
+    """
+    by_name = {
+        f"decoder.layers.{n}.{name}": module
+        for stage in stages
+        for n in stage.stage.layers
+        for name, module in stage.decoder.layers[str(n)].named_modules()
+    }
+    out: dict[str, tuple[TeModule, int]] = {}
+    for choice in choices:
+        if choice.module is None:
+            continue
+        made = _build(by_name[choice.owner], choice.module, num_rows(choice.names[0]))
+        out |= {name: (made, i) for i, name in enumerate(choice.names)}
+    return out
+
+
+def remove_te_modules(stages: Sequence[Decoder]) -> None:
+    """Restore the layers."""
+    for stage in stages:
+        for module in stage.decoder.layers.modules():
+            for attribute in ("norm_product", "product"):
+                if isinstance(getattr(module, attribute, None), TeModule):
+                    setattr(module, attribute, None)
+
+
+def _build(module: Any, kind: TeKind, num_rows: int) -> TeModule:
+    """The module of Transformer Engine for a layer, and its place in it."""
+    made: Any
+    if kind == "GroupedLinear":
+        made = module.product = TeGroupedLinear(module.weight, num_rows)
+    elif kind == "Linear":
+        made = module.product = TeLinear(module.weight, num_rows)
+    elif kind == "LayerNormLinear":
+        made = TeNormLinear(_norm_of(module), module.weight, module.bias, num_rows=num_rows)
+        module.norm_product = made
+    else:
+        fc1, fc2, config = module.linear_fc1, module.linear_fc2, module.config
+        made = TeNormMlp(
+            _norm_of(fc1),
+            (fc1.weight, fc1.bias),
+            (fc2.weight, fc2.bias),
+            activation=formula(config.activation),
+            is_gated=config.gated,
+            num_rows=num_rows,
+        )
+        module.norm_product = fc1.norm_product = made
+    return made  # type: ignore[no-any-return]
+
+
+def _norm_of(linear: ColumnLinear) -> TeNorm:
+    if linear.norm is None or linear.layer_norm_weight is None:
+        raise ValueError("a layer without a norm")
+    return TeNorm(
+        weight=linear.layer_norm_weight,
+        bias=linear.layer_norm_bias,
+        eps=linear.norm.eps,
+        zero_centered=linear.norm.zero_centered,
+    )
+
+
+def describe_te_choices(choices: Iterable[TeChoice]) -> dict[str, str]:
+    """A line for layers of one kind and choice: where they are, and what computes them."""
+    layers: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for choice in choices:
+        number, _, name = choice.owner.removeprefix("decoder.layers.").partition(".")
+        module = choice.module or "own kernels"
+        label = f"{module} ({choice.reason})" if choice.reason else module
+        layers[name.replace("experts.experts.", "experts."), label].append(int(number))
+    return {
+        f"layers {layer_ranges(numbers)}: {name}": label
+        for (name, label), numbers in layers.items()
+    }
