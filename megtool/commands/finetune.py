@@ -179,8 +179,8 @@ def _plan(
     from megtool.train.datasets import open_datasets
     from megtool.train.features.fp8 import describe_precisions, mark_fp8_weights
     from megtool.train.features.registry import add_feature_parameters, estimate_feature_memory
-    from megtool.train.features.te_layers import TeChoice, describe_te_choices
-    from megtool.train.features.te_modules import choose_for_run
+    from megtool.train.features.te_layers import TeChoice
+    from megtool.train.features.te_modules import choose_for_run, describe_te_run
     from megtool.train.memory_estimate import estimate_rank_memory
     from megtool.train.preflight import check_plan
     from megtool.train.run_plan import (
@@ -246,7 +246,7 @@ def _plan(
         tokens_per_step=plan.tokens,
         train_iters=plan.train_iters,
         precisions=describe_precisions(settings, source),
-        te_modules=describe_te_choices(te_choices),
+        te_modules=describe_te_run(settings, te_choices) if settings.kernels == "te" else {},
         **cast(dict[str, Any], feature_bytes),
     )
 

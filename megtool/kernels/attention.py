@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.kernels import attention_flex, attention_tiles, attention_varlen, launch
+from megtool.kernels import (
+    attention_flex,
+    attention_tiles,
+    attention_varlen,
+    launch,
+    te_attention,
+)
 from megtool.kernels.attention_mask import AttentionSizes, Mask, Segments
 from megtool.kernels.attention_tiles import ScoreRule, equal_sizes
 from megtool.kernels.dispatch import requested_implementation
@@ -51,8 +57,8 @@ def attention(
         return _fused(*states, mask, rule)
     if way == "few":
         return _few(*states, mask, rule, sinks_N)
-    if way == "te" and mask.segments is not None:
-        return attention_varlen.by_transformer_engine(*states, mask.segments, rule.scale)
+    if way == "te":
+        return te_attention.attention(*states, mask, rule.scale)
     if way == "flex":
         return attention_flex.attention(*states, mask, rule, sinks_N).transpose(1, 2)
     table = None if mask.bias is None else mask.bias.table
@@ -73,10 +79,15 @@ def choose_way(
     """What computes attention of queries, keys and values.
 
     "fused" is torch's, of which no score is stored; "few" stores them, of at most `NUM_PAIRS` pairs
-    or of single tokens.
+    or of single tokens; "te" is Transformer Engine's, where it was asked for and can.
     """
     query, key, _ = states
     (b, n, s, _), keys, kind = query.shape, key.shape[2], query.device.type
+    is_te = requested_implementation() == "te" and te_attention.is_able(
+        states, mask, rule, has_sinks=has_sinks
+    )
+    if is_te and mask.is_plain:
+        return "te"
     makes_scores = bool(rule.softcap) or has_sinks
     has_kernel = kind != "cpu" or (not rule.share and (not mask.is_causal or s == keys))
     if mask.is_plain and not makes_scores and has_kernel:
@@ -90,7 +101,6 @@ def choose_way(
     if attention_varlen.is_able(states, mask.segments) and not bends:
         if torch.cuda.is_current_stream_capturing():
             return "tiles"  # where runs begin is asked of the device
-        is_te = requested_implementation() == "te" and not has_sinks
         return "te" if is_te else "varlen"
     if launch.is_installed() and attention_flex.is_able(states, mask, rule):
         return "flex"

@@ -1,18 +1,14 @@
-"""Attention of rows without padding (THD): torch's varlen kernels and Transformer Engine's.
+"""Attention of rows without padding (THD): torch's varlen kernels.
 
 Documents, chunks and windows are runs of tokens one after the other, which kernels are told by
-where they begin. Both need a GPU and 16 bits.
+where they begin. They need a GPU and 16 bits.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megtool.kernels import transformer_engine
 from megtool.kernels.attention_mask import Mask, Segments
 from megtool.kernels.attention_tiles import ScoreRule, equal_sizes
 
@@ -80,28 +76,6 @@ def backward(
     return d_query, d_key, d_value, None
 
 
-def by_transformer_engine(
-    query_BNSD: Tensor, key_BKLD: Tensor, value_BKLE: Tensor, segments: Segments, scale: float
-) -> Tensor:
-    """The output, [B, S, N, E], by Transformer Engine's `DotProductAttention` in THD."""
-    b, n, s, d = query_BNSD.shape
-    offsets = segments.offsets(b, query_BNSD.device)
-    is_causal = segments.window[1] == 0
-    module = _module(n, key_BKLD.shape[1], (d, value_BKLE.shape[-1]), scale)
-    out_TC = module(
-        *(_tokens(x) for x in (query_BNSD, key_BKLD, value_BKLE)),
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=s,
-        max_seqlen_kv=s,
-        attn_mask_type="padding_causal" if is_causal else "padding",
-        window_size=segments.window,
-    )
-    out: Tensor = out_TC.view(b, s, n, -1)
-    return out
-
-
 def _segments(mask: Mask) -> Segments:
     if mask.segments is None:
         raise ValueError("the mask has no segments")
@@ -111,18 +85,3 @@ def _segments(mask: Mask) -> Segments:
 def _tokens(x_BNSD: Tensor) -> Tensor:
     """All rows' tokens one after the other, [T, N, D]."""
     return x_BNSD.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-@cache
-def _module(heads: int, groups: int, sizes: tuple[int, int], scale: float) -> Any:
-    """Transformer Engine's attention, which has no parameters."""
-    attention = transformer_engine.load().pytorch.DotProductAttention
-    return attention(
-        num_attention_heads=heads,
-        kv_channels=sizes,
-        num_gqa_groups=groups,
-        attention_dropout=0.0,
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-        softmax_scale=scale,
-    )

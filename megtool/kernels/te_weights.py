@@ -28,14 +28,14 @@ def call(module: Any, weights: Mapping[tuple[str, ...], Tensor], *args: Any) -> 
     """
     sums = [gradient_sum(weight) for weight in weights.values()]
     trained = [total for w, total in zip(weights.values(), sums, strict=True) if w.requires_grad]
-    has_sums = any(trained) and None not in trained  # a module has one way for all its weights
+    has_sums = bool(trained) and None not in trained  # a module has one way for all its weights
     lent = [
         _LentWeight(weight, total if has_sums else None)
         for weight, total in zip(weights.values(), sums, strict=True)
     ]
     module.fuse_wgrad_accumulation = has_sums
-    for names, one in zip(weights, lent, strict=True):
-        for name, tensor in zip(names, one.tensors, strict=True):
+    for names, lent_weight in zip(weights, lent, strict=True):
+        for name, tensor in zip(names, lent_weight.tensors, strict=True):
             module._parameters.pop(name, None)
             setattr(module, name, tensor)
     out: Tensor = module(*args)
@@ -100,6 +100,6 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        for one in ctx.lent:
-            one.begin()
+        for weight in ctx.lent:
+            weight.begin()
         return grad, None

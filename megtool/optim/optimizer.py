@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError, MappingError, UsageError
+from megtool.kernels.dispatch import requested_implementation
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.fp8.fp8_weights import weight_values
 from megtool.optim.grad_norm import (
@@ -99,8 +100,10 @@ class Optimizer(ABC):
             name: group for group in self.param_groups for name in group.names
         }
         self._facts_by_name = {f.name: f for f in self.param_infos}
+        by_te = requested_implementation() == "te"
         self.updates: dict[str, UpdateRule] = {
-            kind: make_update_rule(kind, settings) for kind in {g.update for g in self.param_groups}
+            kind: make_update_rule(kind, settings, by_te=by_te)
+            for kind in {g.update for g in self.param_groups}
         }
         self.segments: list[Segment] = []
         self.num_steps = 0

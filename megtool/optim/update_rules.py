@@ -10,6 +10,7 @@ from torch import Tensor
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.muon import Muon
 from megtool.optim.segments import Segment
+from megtool.optim.te_adam import TeFusedAdam
 
 # Elements at a time if states or main parameters have to be converted to fp32 and back: on a CPU
 # what fits its caches, on a GPU enough to keep it busy.
@@ -46,14 +47,20 @@ class UpdateRule(Protocol):
 
 
 class Adam:
-    """AdamW with torch's fused kernel, bit by bit `torch.optim.AdamW(fused=True)`."""
+    """AdamW with torch's fused kernel, bit by bit `torch.optim.AdamW(fused=True)`; with `by_te`
+    segments on a GPU are updated by Transformer Engine's, whatever the dtype of their states.
+
+    Raises:
+        MissingPackageError: Transformer Engine cannot be loaded.
+    """
 
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, *, beta1: float, beta2: float, eps: float) -> None:
+    def __init__(self, *, beta1: float, beta2: float, eps: float, by_te: bool = False) -> None:
         self.beta1 = beta1
         self.beta2 = beta2
         self.eps = eps
+        self.te = TeFusedAdam(beta1=beta1, beta2=beta2, eps=eps) if by_te else None
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -130,13 +137,18 @@ class Sgd:
         )
 
 
-def make_update_rule(kind: str, settings: OptimizerConfig) -> UpdateRule:
-    """The update rule `kind`: adam, sgd or muon."""
+def make_update_rule(kind: str, settings: OptimizerConfig, *, by_te: bool = False) -> UpdateRule:
+    """The update rule `kind`: adam, sgd or muon; `by_te` is for Adam.
+
+    Raises:
+        MissingPackageError: see `Adam`.
+    """
     if kind == "muon":
         return Muon(momentum=settings.muon_momentum, steps=settings.muon_steps)
     if kind == "sgd":
         return Sgd(momentum=settings.sgd_momentum)
-    return Adam(beta1=settings.adam_beta1, beta2=settings.adam_beta2, eps=settings.adam_eps)
+    betas = {"beta1": settings.adam_beta1, "beta2": settings.adam_beta2}
+    return Adam(**betas, eps=settings.adam_eps, by_te=by_te)
 
 
 def update_segments(
@@ -147,6 +159,8 @@ def update_segments(
     fp32 main parameters and states are updated in place, all at once; others are converted to fp32
     copies in parts.
     """
+    if isinstance(update, Adam) and update.te is not None:
+        segments = update.te.update(segments, lr=lr, weight_decay=weight_decay, step=step)
     straight = [s for s in segments if _is_float32(s)]
     mains = [s.read_main(0, s.numel) for s in straight]
     grads = [s.grad for s in straight if s.grad is not None]

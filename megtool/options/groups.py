@@ -231,8 +231,8 @@ class RuntimeOptions(ContextParallelOptions):
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's norms, "
-        "activations without limit and offset (no exact gelu) and attention of packed rows; the "
-        "rest is megtool's own.",
+        "activations without limit and offset (no exact gelu) and attention of whole rows in 16 "
+        "bits; the rest is megtool's own.",
         "auto",
     )
     threads: int | None = option(

@@ -240,7 +240,8 @@ class TrainConfig(
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's, with its modules "
-        "for norms with linear layers, MLPs and experts, as --dry-run lists them.",
+        "for norms with linear layers, MLPs, experts and attention, as --dry-run lists them, and "
+        "Adam.",
         "auto",
     )
     threads: int | None = option(RUNNING, "Threads; default: as many as torch uses.", minimum=1)

@@ -255,3 +255,5 @@ def test_a_plan_says_which_layers_have_which_module(
     assert isinstance(plan, FinetunePlan)
     assert plan.te_modules["layers 0-1: mlp.experts.linear_fc2"] == "GroupedLinear"
     assert plan.te_modules["layers 0-1: self_attention.linear_qkv"] == "LayerNormLinear"
+    assert plan.te_modules["layers 0-1: self_attention.core_attention"] == "DotProductAttention"
+    assert plan.te_modules["optimizer"] == "FusedAdam"

@@ -35,7 +35,10 @@ ON_GPU = (
     "tests/inference/test_load.py",
     "tests/quant/fake_quant",
 )
-BY_TE = ("tests/kernels/test_te_modules.py", "tests/commands/test_finetune_te.py")
+BY_TE = (
+    *("tests/kernels/test_te_weights.py", "tests/kernels/test_te_attention.py"),
+    *("tests/optim/test_te_adam.py", "tests/commands/test_finetune_te.py"),
+)
 GRAPHED = ("tests/train/test_cuda_graph.py", "tests/commands/test_finetune_cuda_graph.py")
 COMMANDS = (
     "tests/commands/test_finetune.py::test_the_same_command_goes_on_with_the_same_bits",

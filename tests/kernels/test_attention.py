@@ -12,7 +12,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from megtool.kernels import attention as ways
-from megtool.kernels import attention_flex, attention_tiles, attention_varlen, transformer_engine
+from megtool.kernels import (
+    attention_flex,
+    attention_tiles,
+    attention_varlen,
+    te_attention,
+    transformer_engine,
+)
 from megtool.kernels.attention import attention, attention_part, choose_way
 from megtool.kernels.attention_mask import AttentionSizes, BucketBias, Mask, Slopes
 from megtool.kernels.attention_tiles import ScoreRule, merge
@@ -427,11 +433,11 @@ def test_transformer_engine_is_told_in_thd(kind: str, monkeypatch: pytest.Monkey
 
     package = SimpleNamespace(pytorch=SimpleNamespace(DotProductAttention=DotProductAttention))
     monkeypatch.setattr(transformer_engine, "load", lambda: package)
-    attention_varlen._module.cache_clear()
+    te_attention._module.cache_clear()
     given, mask = states(value_size=8), mask_of(kind)
     assert mask.segments is not None
-    ours = attention_varlen.by_transformer_engine(*given, mask.segments, 0.3)
-    attention_varlen._module.cache_clear()
+    ours = te_attention.attention(*given, mask, 0.3)
+    te_attention._module.cache_clear()
     compare(ours, defined(given, whole(mask), ScoreRule(scale=0.3)), given)
     assert made[0]["kv_channels"] == (SIZE, 8)
     assert (made[0]["num_attention_heads"], made[0]["num_gqa_groups"]) == (HEADS, GROUPS)

@@ -208,11 +208,11 @@ class Fp8Feature(TrainingFeature):
         """Let Transformer Engine's modules compute the layers, in its own region only."""
         settings = self.precisions.recipes[0]
         multiple = required_multiple(settings.recipe)
-        made = build_te_modules(self._stages, self._choices, lambda name: multiple)
+        te_modules = build_te_modules(self._stages, self._choices, lambda name: multiple)
         products = [
             (module, gemm + i)
             for member in self._members
-            for module, gemm in [made[member.name]]
+            for module, gemm in [te_modules[member.name]]
             for i in range(member.num_histories)
         ]
         te = TeTraining(products, settings, self.groups)

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from torch import float32, nn
 
-from megtool.kernels import transformer_engine
+from megtool.kernels import te_attention, transformer_engine
 from megtool.kernels.activation import formula
 from megtool.kernels.te_experts import TeGroupedLinear
 from megtool.kernels.te_linear import TeLinear, TeModule
@@ -23,7 +23,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mamba import MambaMixer
-from megtool.model.mla import DownLinear
+from megtool.model.mla import DownLinear, LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import ExpertLinear, SharedExperts
 from megtool.model.short_conv import GatedShortConv
@@ -32,7 +32,9 @@ from megtool.optim.fp8.transformer_engine import required_multiple
 from megtool.train.config import TrainConfig
 from megtool.train.features.module_precision import layer_ranges
 
-TeKind = Literal["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]
+TeKind = Literal[
+    "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "DotProductAttention"
+]
 Precision = Callable[[str], Fp8Config | None]
 
 _PLAIN_CALLERS = (Attention, MambaMixer, GatedShortConv, SharedExperts)
@@ -42,7 +44,8 @@ _PLAIN_CALLERS = (Attention, MambaMixer, GatedShortConv, SharedExperts)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeChoice:
     """What computes the layers `names` of a model, which are parts of its layer `owner`: a module
-    of Transformer Engine, or our own kernels for a `reason`."""
+    of Transformer Engine, or our own kernels for a `reason`. Attention itself has no names: its
+    kernel is chosen in each pass (`kernels.te_attention`)."""
 
     names: tuple[str, ...]
     owner: str
@@ -63,10 +66,15 @@ def excluded_kinds(settings: TrainConfig) -> dict[TeKind, str]:
         (settings.qat is not None, (*norms, "GroupedLinear"), "--qat rounds what is multiplied"),
         (
             settings.cuda_graph_impl != "none",
-            (*norms, "GroupedLinear"),
+            (*norms, "GroupedLinear", "DotProductAttention"),
             "not captured as a CUDA graph",
         ),
         (settings.is_fully_sharded, (*norms, "GroupedLinear"), "weights are sharded by torch"),
+        (
+            settings.attention_dropout > 0,
+            ("DotProductAttention",),
+            "dropout of weights, which a seed decides",
+        ),
         (
             settings.recompute_granularity == "selective",
             (*norms, "GroupedLinear"),
@@ -92,8 +100,8 @@ def choose_te_modules(
     for stage in stages:
         for n in stage.stage.layers:
             layer = cast(TransformerLayer, stage.decoder.layers[str(n)])
-            found = _Chooser(layer, f"decoder.layers.{n}", precision, excluded or {}, has_fp8)
-            choices += found.choices()
+            chooser = _Chooser(layer, stage, precision, excluded or {}, has_fp8)
+            choices += chooser.choices()
     return choices
 
 
@@ -103,12 +111,13 @@ class _Chooser:
     def __init__(
         self,
         layer: TransformerLayer,
-        prefix: str,
+        stage: Decoder,
         precision: Precision,
         excluded: Mapping[TeKind, str],
         has_fp8: bool,
     ) -> None:
-        self.layer, self.prefix, self.precision = layer, prefix, precision
+        self.layer, self.prefix = layer, f"decoder.layers.{layer.layer}"
+        self.groups, self.dtype, self.precision = stage.groups, stage.dtype, precision
         self.excluded, self.has_fp8 = excluded, has_fp8
 
     def choices(self) -> Iterator[TeChoice]:
@@ -123,6 +132,11 @@ class _Chooser:
                 else:
                     done |= set(names)
                     yield TeChoice(names=names, owner=full, module="LayerNormMLP")
+            if isinstance(owner, Attention | LatentAttention):
+                reason = self._refuse_attention(owner)
+                kind: TeKind | None = None if reason else "DotProductAttention"
+                core = f"{full}.core_attention"
+                yield TeChoice(names=(), owner=core, module=kind, reason=reason)
             for name, module in owner.named_children():
                 child = f"{full}.{name}"
                 if child not in done and isinstance(
@@ -148,6 +162,25 @@ class _Chooser:
         if kind == "GroupedLinear" and reason:
             return TeChoice(names=(name,), owner=name, reason=reason)
         return TeChoice(names=(name,), owner=name, module=kind, reason=reason)
+
+    def _refuse_attention(self, attention: Attention | LatentAttention) -> str:
+        config = self.layer.config
+        if "DotProductAttention" in self.excluded:
+            return self.excluded["DotProductAttention"]
+        if self.groups.cp.size > 1:
+            return "context parallelism has its own exchange"
+        sizes = config.head_dim, config.head_dim
+        if isinstance(attention, LatentAttention):
+            if config.index_num_heads:
+                return "each token attends to those that an indexer ranks"
+            sizes = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        return te_attention.refuse(
+            self.dtype,
+            sizes,
+            has_softcap=bool(config.attn_softcap),
+            has_bias=config.position_embedding in ("alibi", "relative"),
+            has_sinks=config.attn_sinks and self.layer.layer in config.sink_layers,
+        )
 
     def _refuse_experts(self, module: ExpertLinear, name: str) -> str:
         fp8 = self.precision(name)
@@ -227,10 +260,10 @@ def build_te_modules(
     }
     out: dict[str, tuple[TeModule, int]] = {}
     for choice in choices:
-        if choice.module is None:
+        if choice.module is None or not choice.names:
             continue
-        made = _build(by_name[choice.owner], choice.module, num_rows(choice.names[0]))
-        out |= {name: (made, i) for i, name in enumerate(choice.names)}
+        te_module = _build(by_name[choice.owner], choice.module, num_rows(choice.names[0]))
+        out |= {name: (te_module, i) for i, name in enumerate(choice.names)}
     return out
 
 
@@ -245,17 +278,17 @@ def remove_te_modules(stages: Sequence[Decoder]) -> None:
 
 def _build(module: Any, kind: TeKind, num_rows: int) -> TeModule:
     """The module of Transformer Engine for a layer, and its place in it."""
-    made: Any
+    te_module: Any
     if kind == "GroupedLinear":
-        made = module.product = TeGroupedLinear(module.weight, num_rows)
+        te_module = module.product = TeGroupedLinear(module.weight, num_rows)
     elif kind == "Linear":
-        made = module.product = TeLinear(module.weight, num_rows)
+        te_module = module.product = TeLinear(module.weight, num_rows)
     elif kind == "LayerNormLinear":
-        made = TeNormLinear(_norm_of(module), module.weight, module.bias, num_rows=num_rows)
-        module.norm_product = made
+        te_module = TeNormLinear(_norm_of(module), module.weight, module.bias, num_rows=num_rows)
+        module.norm_product = te_module
     else:
         fc1, fc2, config = module.linear_fc1, module.linear_fc2, module.config
-        made = TeNormMlp(
+        te_module = TeNormMlp(
             _norm_of(fc1),
             (fc1.weight, fc1.bias),
             (fc2.weight, fc2.bias),
@@ -263,8 +296,8 @@ def _build(module: Any, kind: TeKind, num_rows: int) -> TeModule:
             is_gated=config.gated,
             num_rows=num_rows,
         )
-        module.norm_product = fc1.norm_product = made
-    return made  # type: ignore[no-any-return]
+        module.norm_product = fc1.norm_product = te_module
+    return te_module  # type: ignore[no-any-return]
 
 
 def _norm_of(linear: ColumnLinear) -> TeNorm:

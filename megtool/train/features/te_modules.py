@@ -50,13 +50,26 @@ class TeFeature(TrainingFeature):
             return None
         choices = choose_for_run(settings, stages, inputs.source)
         if stages[0].groups.rank == 0:
-            for layers, module in describe_te_choices(choices).items():
+            for layers, module in describe_te_run(settings, choices).items():
                 _LOG.info("--kernels te: %s: %s", layers, module)
         return cls(stages, choices) if settings.fp8_recipe is None else None
 
     def remove(self) -> None:
         """Restore the layers."""
         remove_te_modules(self._stages)
+
+
+def describe_te_run(settings: TrainConfig, choices: Sequence[TeChoice]) -> dict[str, str]:
+    """What computes layers, attention and the optimizer's step of a run with `--kernels te`."""
+    optimizers = {
+        "adam": "FusedAdam",
+        "muon": "FusedAdam, and own kernels for what Muon updates",
+        "sgd": "own kernels (--optimizer sgd)",
+    }
+    optimizer = optimizers[settings.optimizer]
+    if settings.optimizer_cpu_offload and settings.optimizer != "sgd":
+        optimizer += "; torch's kernel for state on the CPU"
+    return describe_te_choices(choices) | {"optimizer": optimizer}
 
 
 def choose_for_run(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import types
@@ -439,6 +440,22 @@ def multi_tensor_adam_param_remainder(
         param.view(torch.int16).copy_(((new >> 16) + (rest < 0).int()).to(torch.int16))
 
 
+def convert_thd_to_bshd(rows: Tensor, ends: Tensor, num: int, longest: int) -> Tensor:
+    """Sequences one after the other, as rows with zeros behind them."""
+    out = rows.new_zeros(num, longest, *rows.shape[1:])
+    for i, (start, stop) in enumerate(itertools.pairwise(ends.tolist())):
+        out[i, : stop - start] = rows[start:stop]
+    return out
+
+
+def convert_bshd_to_thd(padded: Tensor, ends: Tensor, num: int) -> Tensor:
+    """The way back."""
+    spans = itertools.pairwise(ends.tolist())
+    parts = [padded[i, : stop - start] for i, (start, stop) in enumerate(spans)]
+    whole = torch.cat(parts)
+    return torch.cat((whole, whole.new_zeros(num - whole.shape[0], *whole.shape[1:])))
+
+
 def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
     """No kernel of cuDNN is here."""
     return _module().NVTE_Fused_Attn_Backend.NVTE_No_Backend, "none is emulated"
@@ -493,6 +510,7 @@ def make() -> types.ModuleType:
         *(te_general_grouped_gemm, fused_multi_row_padding, fused_multi_row_unpadding),
         *(fused_amax_and_scale_update_after_reduction, multi_tensor_adam),
         *(multi_tensor_adam_param_remainder, get_fused_attn_backend),
+        *(convert_thd_to_bshd, convert_bshd_to_thd),
     ):
         setattr(module, function.__name__, function)
     for kind in ("rmsnorm", "layernorm"):

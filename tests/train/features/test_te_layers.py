@@ -62,6 +62,7 @@ def by_owner(choices: list[TeChoice]) -> dict[str, TeChoice]:
 def test_a_dense_model_has_norms_and_products_in_one() -> None:
     choices = choose_te_modules(stages())
     assert [c.module for c in choices if c.owner.startswith("decoder.layers.0")] == [
+        "DotProductAttention",
         "LayerNormLinear",
         None,
         "LayerNormMLP",
@@ -70,6 +71,7 @@ def test_a_dense_model_has_norms_and_products_in_one() -> None:
     assert found[MLP].names == (f"{MLP}.linear_fc1", f"{MLP}.linear_fc2")
     assert found[PROJ].reason == "torch multiplies in 16 bits"
     assert describe_te_choices(choices) == {
+        "layers 0-1: self_attention.core_attention": "DotProductAttention",
         "layers 0-1: self_attention.linear_qkv": "LayerNormLinear",
         "layers 0-1: self_attention.linear_proj": "own kernels (torch multiplies in 16 bits)",
         "layers 0-1: mlp": "LayerNormMLP",
@@ -96,6 +98,22 @@ def test_what_a_module_cannot_do_is_ours(more: dict[str, Any], qkv: str, mlp: st
     assert mlp in found[MLP].reason
     fc1 = found[f"{MLP}.linear_fc1"]  # its norm and the product behind it may still be one
     assert (fc1.module is None) == bool(qkv)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"attn_softcap": 30.0}, "soft cap"),
+        ({"attn_sinks": True}, "sinks"),
+        ({"position_embedding": "alibi"}, "biases"),
+        ({"head_dim": 512}, "256"),
+    ],
+)
+def test_attention_that_is_left_to_our_own_kernels(more: dict[str, Any], reason: str) -> None:
+    found = by_owner(choose_te_modules(stages(ModelConfig(**(SIZES | more)))))
+    core = found["decoder.layers.0.self_attention.core_attention"]
+    assert core.module is None
+    assert reason in core.reason
 
 
 def test_experts_are_grouped_linears_whose_norm_is_their_own() -> None:
@@ -140,7 +158,10 @@ def test_layouts_and_dtypes_have_their_reasons() -> None:
     [
         ({}, set()),
         ({"lora_rank": 4}, {"LayerNormLinear", "LayerNormMLP"}),
-        ({"cuda_graph_impl": "local"}, {"LayerNormLinear", "LayerNormMLP", "GroupedLinear"}),
+        (
+            {"cuda_graph_impl": "local"},
+            {"LayerNormLinear", "LayerNormMLP", "GroupedLinear", "DotProductAttention"},
+        ),
         (
             {"recompute_granularity": "selective"},
             {"LayerNormLinear", "LayerNormMLP", "GroupedLinear"},
