@@ -18,6 +18,7 @@ from torch import Tensor
 from megtool.kernels import transformer_engine
 from megtool.kernels.attention_mask import Mask, Segments
 from megtool.kernels.attention_tiles import ScoreRule
+from megtool.kernels.te_linear import outside_region
 
 MOST_SIZE = 256
 """Of a head."""
@@ -76,9 +77,15 @@ def attention(
 ) -> Tensor:
     """The output, [B, S, N, E], where `is_able`."""
     states = query_BNSD, key_BKSD, value_BKSE
-    if mask.segments is not None:
-        return _within(states, mask.segments, scale)
-    b, n, s, _ = query_BNSD.shape
+    with outside_region():
+        if mask.segments is not None:
+            return _within(states, mask.segments, scale)
+        return _of_rows(states, mask, scale)
+
+
+def _of_rows(states: tuple[Tensor, Tensor, Tensor], mask: Mask, scale: float) -> Tensor:
+    """Of whole rows to themselves."""
+    b, n, s, _ = states[0].shape
     out_BSC: Tensor = _of(states, scale)(
         *(x.transpose(1, 2).contiguous() for x in states),
         qkv_format="bshd",

@@ -73,6 +73,14 @@ def contexts_again() -> Contexts:
     return first, region._reenter(second)
 
 
+def outside_region() -> AbstractContextManager[Any]:
+    """Around a module that is not in FP8, inside a `TERegion` or not."""
+    if _region.get() is None:
+        return nullcontext()
+    out: AbstractContextManager[Any] = load().pytorch.autocast(enabled=False)
+    return out
+
+
 class TeModule(ABC):
     """A module of Transformer Engine around weights that are ours.
 
