@@ -101,7 +101,8 @@ def test_what_is_left_to_our_own_kernels_has_a_reason() -> None:
         assert word in refuse(kind, sizes, **{name: True})
 
 
-def test_tokens_of_a_cache_and_of_a_cpu_are_not_its() -> None:
+def test_tokens_of_a_cache_and_of_a_cpu_are_not_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     rule = ScoreRule(scale=1.0)
     given = states(device="cpu")
     assert not is_able(given, Mask(is_causal=True), rule, has_sinks=False)
