@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,7 @@ from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, UnknownTensorsError, UsageError
 from megtool.gc_pause import paused_collection
 from megtool.model_config import ModelConfig
-from megtool.options.groups import SourceOptions
+from megtool.options.groups import AdaptedSourceOptions, SourceOptions
 from megtool.reshard.open_source import Headers, TensorFilter, open_source
 from megtool.reshard.source import CheckpointSource
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 64 << 20
 """About how much `stream` reads at a time; the next batch is read while one is used."""
+
+AdapterLocations = str | Path | Sequence[str | Path]
+"""The folders of one adapter, or of several."""
 
 T = TypeVar("T")
 
@@ -143,6 +146,7 @@ def open_checkpoint(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    adapter: AdapterLocations = (),
     optimizer: bool = True,
     framework: str = "numpy",
     threads: int | None = None,
@@ -159,6 +163,8 @@ def open_checkpoint(
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
         iteration: Which iteration of a save folder; by default the latest.
+        adapter: The folder of an adapter (LoRA), or several, to merge into the weights as they are
+            read, without optimizer state; their bits are those that `megtool.reshard` writes.
         optimizer: False leaves optimizer state out.
         framework: What tensors are read as: `numpy` or `torch`.
         threads: How many threads read; by default as many as the storage keeps busy.
@@ -167,13 +173,29 @@ def open_checkpoint(
         FormatError: no checkpoint, or a damaged one.
         MappingError: its tensors do not fit the model that it names.
         StorageError: it cannot be read.
-        UsageError: the location is empty, or no location.
+        UsageError: the location is empty, or no location; or an adapter is for an open checkpoint.
     """
     if isinstance(location, Checkpoint):
+        refuse_adapter_of_open(adapter)
         return location
-    headers, options = read_headers(location, family=family, like=like, iteration=iteration)
+    headers, options = read_headers(
+        location, family=family, like=like, iteration=iteration, adapter=adapter
+    )
     source = identify(headers, options, optimizer=optimizer)
     return Checkpoint(source, framework=framework, threads=threads)
+
+
+def refuse_adapter_of_open(adapter: AdapterLocations) -> None:
+    """Refuse to merge an adapter into a checkpoint that is open without it.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if adapter:
+        raise UsageError(
+            f"the checkpoint is open already, without the adapter {adapter!r}",
+            hint="megtool.open(LOCATION, adapter=FOLDER) opens it with one",
+        )
 
 
 def read_headers(
@@ -182,7 +204,8 @@ def read_headers(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
-) -> tuple[Headers, SourceOptions]:
+    adapter: AdapterLocations = (),
+) -> tuple[Headers, AdaptedSourceOptions]:
     """The headers of a checkpoint, and what is said of its model; see `open_checkpoint`.
 
     Raises:
@@ -190,10 +213,11 @@ def read_headers(
         StorageError: it cannot be read.
         UsageError: the location is empty, or no location.
     """
-    options = SourceOptions(
+    options = AdaptedSourceOptions(
         family=family,
         like=None if like is None else to_location(like),
         iteration=None if iteration is None else str(iteration),
+        adapter=adapter,  # type: ignore[arg-type] # converted
     )
     return Headers.read(to_location(location), options), options
 
@@ -227,6 +251,7 @@ def stream(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    adapter: AdapterLocations = (),
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Iterator[tuple[str, Any]]:
@@ -245,6 +270,7 @@ def stream(
         family=family,
         like=like,
         iteration=iteration,
+        adapter=adapter,
         optimizer=False,
         threads=threads,
     )

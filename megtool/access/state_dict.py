@@ -12,7 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megtool.access.checkpoint import Checkpoint, identify, in_batches, read_headers
+from megtool.access.checkpoint import (
+    AdapterLocations,
+    Checkpoint,
+    identify,
+    in_batches,
+    read_headers,
+    refuse_adapter_of_open,
+)
 from megtool.access.extra_states import (
     is_empty,
     is_extra_state,
@@ -100,6 +107,7 @@ def load_state_dict(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    adapter: AdapterLocations = (),
     threads: int | None = None,
     progress: Progress = silent,
 ) -> LoadReport:
@@ -124,13 +132,15 @@ def load_state_dict(
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
         iteration: Which iteration of a save folder; by default the latest.
+        adapter: The folder of an adapter (LoRA), or several, to merge into the weights.
         threads: How many threads read.
         progress: Called with what was read.
 
     Raises:
         MappingError: tensors are missing, have other shapes or cannot hold what is stored; all of
             them are named.
-        UsageError: there are no tensors, or some are on the meta device.
+        UsageError: there are no tensors, or some are on the meta device; or an adapter is for a
+            checkpoint that is open.
         LayoutError: the layout does not divide the model, or has no such rank.
         CheckpointError: it cannot be opened or read; if reading had begun, the hint says that the
             model is filled in part.
@@ -154,7 +164,7 @@ def load_state_dict(
         naming=naming,
         parallel=parallel,
         rank=rank or 0,
-        known={"family": family, "like": like, "iteration": iteration},
+        known={"family": family, "like": like, "iteration": iteration, "adapter": adapter},
     )
     stored = _stored_names(named, state)
     present, missing = check_fit(place, named, stored, requests, state, strict=strict)
@@ -238,10 +248,11 @@ def _open_fitting(
         MegtoolError: it cannot be opened, or no naming has any of the names.
     """
     if isinstance(location, Checkpoint):
+        refuse_adapter_of_open(known["adapter"])
         checkpoint = location
     else:
         headers, options = read_headers(location, **known)
-        is_plain = known["family"] is None and known["like"] is None and parallel is None
+        is_plain = not (known["family"] or known["like"] or known["adapter"] or parallel)
         if naming in (None, "stored") and is_plain:
             as_stored = _find_as_named(headers.catalogue, requests)
             if as_stored is not None:

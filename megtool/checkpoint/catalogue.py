@@ -167,6 +167,7 @@ class Catalogue:
     `config` (the Hugging Face config), `args` (Megatron's) or `iteration`. `packed` holds the parts
     of tensors stored in several arrays, codes first; such a tensor is one shard, whose extent is
     that of its codes. `ignored` are stored tensors that are not among `tensors`.
+    `computed_identity` returns what the contents depend on besides these files.
     """
 
     format: str
@@ -184,6 +185,7 @@ class Catalogue:
     warnings: list[str] = field(default_factory=list)
     locate_contained: LocateShards | None = None
     encoded_chunks: EncodedChunks | None = None
+    computed_identity: Callable[[], bytes] | None = None
     _index: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -291,6 +293,7 @@ class Catalogue:
             encoded_chunks=EncodedChunks(chunks.mask[rows], lambda i: chunks.read(int(rows[i])))
             if chunks
             else None,
+            computed_identity=self.computed_identity,
             **others,
         )
 

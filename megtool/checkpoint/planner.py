@@ -335,6 +335,8 @@ def _fingerprint(plan: ReshardPlan, options: str) -> str:
     mix(options)
     for c in (*plan.sources, plan.target.catalogue):
         mix(str(c.root), c.format, c.files, c.extents.contained)
+        if c.computed_identity is not None:
+            mix(c.computed_identity())
         mix([(t.name, t.shape, t.dtype.name, t.packing) for t in c.tensors])
         s, e = c.shards, c.extents
         mix([(n, [p.to_plain() for p in parts]) for n, parts in c.packed.items()])

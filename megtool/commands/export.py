@@ -44,6 +44,7 @@ def export(
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
     check_effects(options)
+    _check_adapters(options)
     to, source, destination = options.to, options.source, options.destination
     _check_engines(options)
     engine = options.target or (to if to in ENGINES else "")
@@ -153,6 +154,23 @@ def _check_engines(options: ExportOptions) -> None:
     if to in ENGINES and engine != to:
         raise UsageError(
             f"--to {to} and --target {target} are two engines", hint="leave one of them out"
+        )
+
+
+def _check_adapters(options: ExportOptions) -> None:
+    """Refuse adapters of weights whose codes would be copied.
+
+    Raises:
+        UsageError: codes would be.
+    """
+    if not options.adapter or options.to in ("hf", "gguf", "trtllm-legacy"):
+        return
+    if _is_quantized_megatron(options) or _open_quantized(options.source) is not None:
+        raise UsageError(
+            f"{options.source} is quantized, and --to {options.to} copies codes: an adapter "
+            "changes the weights",
+            hint="megtool reshard --adapter writes plain weights, quantize --adapter makes new "
+            "codes",
         )
 
 

@@ -74,6 +74,7 @@ def quantize(
         iteration=options.iteration,
         family=options.family,
         like=options.like,
+        adapter=options.adapter,
     )
     if resolved.doubt:
         _LOG.warning("%s", resolved.doubt)

@@ -74,7 +74,7 @@ class Verb:
             if page is not None:
                 load("megtool.pages.write:check_page_packages")()
                 load("megtool.checkpoint.destination_check:check_file")(page, page.parent)
-            report = function(options, **keywords)
+            report = _with_adapters(function(options, **keywords), options)
             return report if page is None else self._write_page(page, report)
         except BrokenPipeError:  # nobody reads what a callback prints
             raise
@@ -102,6 +102,15 @@ def _check_places(options: Any) -> None:
 
         for path in locations:
             check_place(path)
+
+
+def _with_adapters(report: Any, options: Any) -> Any:
+    """The report, with a note of the adapters in the weights if it has no rows of them."""
+    adapters = getattr(options, "adapter", ())
+    if not adapters or hasattr(report, "merges"):
+        return report
+    note = f"merged into the weights: {', '.join(map(str, adapters))}"
+    return replace(report, notes=(*report.notes, note))
 
 
 def _to_storage_error(error: OSError) -> StorageError:

@@ -41,7 +41,7 @@ from megtool.inference.runtime import LESS_MEMORY, load_forward, memory_errors, 
 from megtool.inference.sampling import Sampling
 from megtool.inference.slots import BLOCK_SIZE
 from megtool.inference.speculative import check_speculative
-from megtool.options.groups import RuntimeOptions, SourceOptions
+from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
 
@@ -164,6 +164,7 @@ class Engine:
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take config and tokenizer from.
         iteration: Which iteration of a save folder; by default the latest.
+        adapter: The folder of an adapter (LoRA), or several, to merge into the weights.
         progress: Called while weights are loaded.
 
     Raises:
@@ -193,6 +194,7 @@ class Engine:
         family: str | None = None,
         like: str | Path | None = None,
         iteration: int | str | None = None,
+        adapter: str | Path | Sequence[str | Path] = (),
         progress: Progress = silent,
     ) -> None:
         sizes = {"max_sequences": max_sequences, "prefill_tokens": prefill_tokens}
@@ -213,10 +215,11 @@ class Engine:
             stream_layers=stream_layers,
             kernels=kernels,
         )
-        known = SourceOptions(
+        known = AdaptedSourceOptions(
             family=family,
             like=None if like is None else to_location(like),
             iteration=None if iteration is None else str(iteration),
+            adapter=adapter,  # type: ignore[arg-type] # converted
         )
         source = open_decoder(to_location(location), known, two_stacks=True)
         if speculative == "mtp":

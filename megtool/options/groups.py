@@ -42,6 +42,19 @@ class SourceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdaptedSourceOptions(SourceOptions):
+    """A checkpoint to read, and adapters that are merged into its weights."""
+
+    adapter: tuple[Path, ...] = option(
+        INPUT,
+        "Add the adapter (LoRA) in this folder to SRC's weights, without optimizer state; "
+        "repeatable.",
+        (),
+        metavar="FOLDER",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DryRunOptions(Options):
     """Planning without writing."""
 

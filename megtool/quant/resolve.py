@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.checkpoint.storage.location import location
 from megtool.errors import MappingError
-from megtool.options.groups import SourceOptions
+from megtool.options.groups import AdaptedSourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
 from megtool.quant.recipes.engine_support import (
@@ -78,11 +79,12 @@ def resolve_recipe(
     iteration: str | None = None,
     family: str | None = None,
     like: str | Path | None = None,
+    adapter: Sequence[str | Path] = (),
 ) -> ResolvedRecipe:
     """Open the checkpoint `path` and apply a recipe to every module of it.
 
     `target` is the engine, or `engine@version`, that will load the result. `group_size` overrides
-    the group size of formats with several.
+    the group size of formats with several. Each `adapter` is merged into the weights.
 
     Raises:
         RecipeError: the recipe is invalid, or does not fit the model or the engine; lists all
@@ -96,8 +98,11 @@ def resolve_recipe(
     parsed = load_recipe(recipe, problems)
     source_ = open_source(
         location(path),
-        SourceOptions(
-            iteration=iteration, family=family, like=None if like is None else location(like)
+        AdaptedSourceOptions(
+            iteration=iteration,
+            family=family,
+            like=None if like is None else location(like),
+            adapter=tuple(map(location, adapter)),
         ),
         optimizer=False,
         tensors=TensorFilter(ignore=is_amax_buffer),

@@ -7,6 +7,8 @@ whatever is written from it.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, EncodedChunks, Extents, ShardOffsets
+from megtool.checkpoint.computed_tensors import ElementReader, RegionReader
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.strided import Buffers
+from megtool.dtypes import DType
 from megtool.tensors.box import Boxes, concatenate
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 BLOCK_BYTES = 4 << 20
@@ -36,13 +44,44 @@ class ComputedTensor:
     blocks: Sequence[tuple[Corner, Corner]]
 
 
+class SourceTensors:
+    """The tensors that computed ones are computed from; any thread may open them.
+
+    Files are open for as long as it is used.
+    """
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._reader = CheckpointReader(catalogue, Files())
+        self._lock = threading.Lock()
+        weakref.finalize(self, self._reader.close)
+
+    def dtype(self, placement: Placement) -> DType:
+        """The stored dtype of a tensor."""
+        return self._catalogue[placement.stored].dtype
+
+    def open(self, placement: Placement, kind: DType | None = None) -> ElementReader:
+        """Open a tensor, decoded and cast to `kind`, by default its stored dtype."""
+        reader = self._reader
+        regions = RegionReader(
+            reader.locator, reader.files, reader.open_files, Buffers(), tile_bytes=BLOCK_BYTES
+        )
+        with self._lock:  # finding a tensor's shards for the first time
+            return regions.open(placement, kind or self.dtype(placement))
+
+
 def with_computed(
     catalogue: Catalogue,
     removed: frozenset[str],
     computed: Sequence[ComputedTensor],
     read_block: ReadBlock,
+    *,
+    identity: Callable[[], bytes] | None = None,
 ) -> Catalogue:
-    """The catalogue without the stored tensors in `removed`, and with computed ones instead."""
+    """The catalogue without the stored tensors in `removed`, and with computed ones instead.
+
+    `identity` is what they depend on besides the files of the checkpoint.
+    """
     others = catalogue.select(lambda name: name not in removed)
     blocks = [(number, *block) for number, c in enumerate(computed) for block in c.blocks]
     tensors = [c.tensor for c in computed]
@@ -88,6 +127,7 @@ def with_computed(
         extents=extents,
         locate_contained=locate,
         encoded_chunks=EncodedChunks(np.concatenate([mask, np.ones(len(blocks), bool)]), read),
+        computed_identity=identity or others.computed_identity,
         _index={},
     )
 

@@ -402,8 +402,12 @@ def source_paths(source: CheckpointSource) -> list[Path]:
     """Files and folders of a source, which the destination must neither contain nor be inside."""
     catalogue = source.catalogue
     if source.path.is_dir():
-        return [source.path, catalogue.root]
-    return [source.path, *(catalogue.path(i) for i in range(len(catalogue.files)))]
+        return [source.path, catalogue.root, *source.adapters]
+    return [
+        source.path,
+        *source.adapters,
+        *(catalogue.path(i) for i in range(len(catalogue.files))),
+    ]
 
 
 def placements_read(source: CheckpointSource, target: Target) -> Mapping[str, Placement]:

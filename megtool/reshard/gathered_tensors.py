@@ -6,8 +6,6 @@ in blocks of whole rows.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,11 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.reshard.computed_shards import BLOCK_BYTES, ComputedTensor, Corner, with_computed
+from megtool.checkpoint.transport.strided import Array
+from megtool.reshard.computed_shards import (
+    BLOCK_BYTES,
+    ComputedTensor,
+    Corner,
+    SourceTensors,
+    with_computed,
+)
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -65,35 +66,25 @@ def with_gathered(
 
 
 class _GatherReader:
-    """Reads what stays of tensors; any thread may. Files are open for as long as it is used."""
+    """Reads what stays of tensors; any thread may."""
 
     def __init__(self, catalogue: Catalogue, gathered: Sequence[GatheredTensor]) -> None:
-        self._catalogue, self._gathered = catalogue, gathered
-        self._reader = CheckpointReader(catalogue, Files())
-        self._lock = threading.Lock()
-        weakref.finalize(self, self._reader.close)
+        self._source, self._gathered = SourceTensors(catalogue), gathered
 
     def read(self, number: int, lo: Corner, hi: Corner) -> NDArray[np.uint8]:
         """The bytes of rows `lo[0]` to `hi[0]` of what stays of a tensor."""
         tensor = self._gathered[number]
-        stored = self._catalogue[tensor.placement.stored]
-        placement = replace(tensor.placement, shift=0.0)
-        opened, locator = self._reader.open_files, self._reader.locator
-        regions = RegionReader(
-            locator, self._reader.files, opened, Buffers(), tile_bytes=BLOCK_BYTES
-        )
-        with self._lock:  # finding a tensor's shards for the first time
-            elements = regions.open_stored(placement)
-        with elements:
+        kind = self._source.dtype(tensor.placement)
+        with self._source.open(replace(tensor.placement, shift=0.0)) as elements:
             if not tensor.shape:
                 return elements.read(0, 1).copy().view(np.uint8)
             inner = tensor.shape[1:]
             rows = np.arange(lo[0], hi[0])
             if tensor.indices[0] is not None:
                 rows = tensor.indices[0][lo[0] : hi[0]]
-            out = np.empty((len(rows), *tensor.new_shape[1:]), stored.dtype.view)
+            out = np.empty((len(rows), *tensor.new_shape[1:]), kind.view)
             row_size = numel(inner)
-            step = max(1, BLOCK_BYTES // max(1, row_size * stored.dtype.itemsize))
+            step = max(1, BLOCK_BYTES // max(1, row_size * kind.itemsize))
             done = 0
             while done < len(rows) and row_size:
                 start = int(rows[done])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megtool.checkpoint.formats.quantization_config import without_quantization
 from megtool.checkpoint.transport.weight_update import WeightUpdate
 from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError, listed
 from megtool.reshard.megatron.amax_report import AmaxOptions
 from megtool.reshard.source import CheckpointSource, require_model
+from megtool.reshard.updated_tensors import with_updates
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -77,7 +79,34 @@ def collect_updates(merges: Sequence[AdapterMerge]) -> dict[str, tuple[WeightUpd
     return out
 
 
-def check_merge(source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions) -> None:
+def add_adapters(source: CheckpointSource, paths: Sequence[Path]) -> CheckpointSource:
+    """The checkpoint as if adapters were merged into it: what is not quantized.
+
+    Its weights are computed when they are read, with the bits that `reshard --adapter` writes.
+
+    Raises:
+        FormatError: there is no adapter, or a damaged one.
+        MappingError: an adapter does not fit the model, or weights cannot take its updates.
+    """
+    merges = [open_merge(path, source) for path in paths]
+    for merge in merges:
+        check_merge(source, merge)
+    view = source.view
+    catalogue = with_updates(source.catalogue, view.placements, collect_updates(merges))
+    catalogue.metadata = without_quantization(catalogue.metadata)
+    return replace(
+        source,
+        catalogue=catalogue,
+        view=replace(view, tensors=tuple(catalogue.tensors)),
+        sidecar=None,
+        pruning=None,
+        adapters=tuple(paths),
+    )
+
+
+def check_merge(
+    source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions | None = None
+) -> None:
     """Refuse updates that the checkpoint's weights cannot take exactly.
 
     Raises:
@@ -92,7 +121,7 @@ def check_merge(source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions
             "the optimizer state of the source belongs to its weights without the adapter",
             hint="leave --optimizer-format out, and only the model is written",
         )
-    if amax.mode == "rebuild":
+    if amax is not None and amax.mode == "rebuild":
         raise UsageError(
             "--amax rebuild computes FP8 scaling state from weights without the adapter",
             hint="merge first, then rebuild the state with `reshard DST OTHER --amax rebuild`",

@@ -41,11 +41,12 @@ from megtool.errors import (
 )
 from megtool.model_config import ModelConfig
 from megtool.number_formats.small_floats import single
-from megtool.options.groups import SourceOptions
+from megtool.options.groups import AdaptedSourceOptions, SourceOptions
 from megtool.reshard.fp8_state.modelopt_amax import is_quantizer_buffer
 from megtool.reshard.megatron.master_weight_check import check_masters
 from megtool.reshard.megatron.model_space import to_model_space
 from megtool.reshard.megatron.nemo_config import read_foreign_args
+from megtool.reshard.merge import add_adapters
 from megtool.reshard.repeated_tensors import has_own_head
 from megtool.reshard.source import HF_FOLDER, CheckpointSource, ModelIdentity
 from megtool.tensors.sharded import GlobalTensor
@@ -112,7 +113,8 @@ def open_source(
 ) -> CheckpointSource:
     """Open a checkpoint and identify its model, from headers and small files alone.
 
-    State in buckets and files per rank are read as tensors of the model.
+    State in buckets and files per rank are read as tensors of the model. Adapters that the options
+    name are merged into the weights as they are read.
 
     Args:
         path: The checkpoint: a folder, a save folder or a file; or its headers, if they are read.
@@ -120,7 +122,7 @@ def open_source(
         tensors: Which stored tensors are opened.
         fallback: The model where the checkpoint does not say which it is.
         lenient: Tensors that do not fit the model keep their stored names, and `reason` says why.
-        optimizer: False leaves all optimizer state out.
+        optimizer: False leaves all optimizer state out; it is left out with adapters, too.
         prove_all: Compare every master weight with its weight, not some elements.
         for_format: The format that will be written: a state dict of several parts keeps its names
             where that is its own format.
@@ -131,6 +133,8 @@ def open_source(
     """
     headers = path if isinstance(path, Headers) else Headers.read(path, options)
     catalogue = headers.catalogue
+    adapters = options.adapter if isinstance(options, AdaptedSourceOptions) else ()
+    optimizer = optimizer and not adapters
     sidecar = read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
     ignore = tensors.ignore
     if ignore is not None and any(ignore(t.name) for t in catalogue.tensors):
@@ -176,7 +180,7 @@ def open_source(
         _LOG.warning("%s", warning)
     if tensors.select is None:
         _warn_missing_mtp(config, side)
-    return CheckpointSource(
+    source = CheckpointSource(
         path=headers.path,
         catalogue=catalogue,
         model=model,
@@ -189,6 +193,7 @@ def open_source(
         pruning=sidecar.pruning if sidecar else None,
         rotation=rotation,
     )
+    return add_adapters(source, adapters) if adapters else source
 
 
 def _find_rotation(

@@ -60,7 +60,7 @@ class CheckpointSource:
     the name under which they are read. `pruning` records what was left out of the
     whole model (see `width_subset`). `rotation` has the `settings` of the rotations that its
     weights are multiplied by, and the `transform_config` of compressed-tensors that describes them;
-    this alone if only config.json says that they are.
+    this alone if only config.json says that they are. `adapters` are merged into its weights.
     """
 
     path: Path
@@ -76,6 +76,7 @@ class CheckpointSource:
     repeats: Mapping[str, str] = field(default_factory=dict)
     pruning: Mapping[str, Any] | None = None
     rotation: Mapping[str, Any] | None = None
+    adapters: tuple[Path, ...] = ()
 
     @property
     def is_canonical(self) -> bool:

@@ -35,6 +35,24 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def without_quantization(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of the same folder if it were not quantized. Rotations stay."""
+    out = {k: v for k, v in metadata.items() if k != "hf_quant_config"}
+    transforms = transform_config(metadata)
+    config = out.get("config")
+    if isinstance(config, dict):
+        out["config"] = _without_keys(config)
+        if isinstance(text := config.get("text_config"), dict):
+            out["config"]["text_config"] = _without_keys(text)
+        if transforms is not None:
+            out["config"][TRANSFORMS_KEY] = transforms
+    return out
+
+
+def _without_keys(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in section.items() if k not in QUANT_KEYS}
+
+
 def transform_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """How a folder says that its weights are rotated; None if it does not."""
     for section in (quantization_config(metadata), metadata.get("config")):

@@ -205,13 +205,17 @@ class UpdateAdder:
             start = row * width + column - first
             shape = end_row - row, end_column - column
             box = values[start : start + shape[0] * shape[1]].reshape(shape)
-            self._add_box(box, row, column)
+            self.add_box(box, row, column)
 
     def overflow(self, count: int, kind: DType) -> FormatError:
         """See `WeightUpdate.overflow`."""
         return self._updates[0].overflow(count, kind)
 
-    def _add_box(self, box: Array, row: int, column: int) -> None:
+    def add_box(self, box: Array, row: int, column: int) -> None:
+        """Add to `box`, float32 or float64 `[rows, columns]` of the weight from `row`, `column` on.
+
+        As `add` does.
+        """
         end_row, end_column = row + box.shape[0], column + box.shape[1]
         for c in range(column // COLUMNS * COLUMNS, end_column, COLUMNS):
             columns = slice(max(c, column), min(c + COLUMNS, end_column))

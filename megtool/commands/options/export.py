@@ -17,11 +17,11 @@ from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
+    AdaptedSourceOptions,
     CopyOptions,
     EngineOptions,
     OutputOptions,
     PageOptions,
-    SourceOptions,
     WorkerOptions,
 )
 
@@ -68,7 +68,7 @@ class ExportFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(SourceOptions, EngineOptions, CopyOptions, OutputOptions, WorkerOptions):
+class ExportOptions(AdaptedSourceOptions, EngineOptions, CopyOptions, OutputOptions, WorkerOptions):
     """Write a checkpoint as the files that an engine loads, quantized or not.
 
     Codes and scales are copied as they are, packed as the format packs them. Needs no GPU, no

@@ -14,11 +14,11 @@ from megtool.options.groups import (
     RUNNING,
     SOURCE,
     TEXT,
+    AdaptedSourceOptions,
     DryRunOptions,
     OutputOptions,
     PageOptions,
     RuntimeOptions,
-    SourceOptions,
     TokenizerOptions,
 )
 
@@ -41,7 +41,7 @@ class ArithmeticOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(
-    SourceOptions, TokenizerOptions, RuntimeOptions, ArithmeticOptions, DryRunOptions
+    AdaptedSourceOptions, TokenizerOptions, RuntimeOptions, ArithmeticOptions, DryRunOptions
 ):
     """Continue prompts with a model in any format, or answer them with --chat.
 
@@ -130,7 +130,12 @@ _NEEDS_TASKS = requires("tasks", "--tasks LIST names tasks of lm-eval")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(
-    SourceOptions, TokenizerOptions, RuntimeOptions, ArithmeticOptions, DryRunOptions, PageOptions
+    AdaptedSourceOptions,
+    TokenizerOptions,
+    RuntimeOptions,
+    ArithmeticOptions,
+    DryRunOptions,
+    PageOptions,
 ):
     """Measure how well a model predicts a text, and how far it is from another model.
 

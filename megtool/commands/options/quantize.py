@@ -14,6 +14,7 @@ from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
+    AdaptedSourceOptions,
     EngineOptions,
     OutputOptions,
     PageOptions,
@@ -210,7 +211,7 @@ class RecipeOptions(EngineOptions):
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(
     RecipeOptions,
-    SourceOptions,
+    AdaptedSourceOptions,
     TokenizerOptions,
     RuntimeOptions,
     OutputOptions,

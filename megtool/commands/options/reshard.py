@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megtool.config import LayoutOptions
 from megtool.options.effects import is_set, requires
@@ -18,11 +18,11 @@ from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
+    AdaptedSourceOptions,
     CopyOptions,
     ObjectOptions,
     OutputOptions,
     PageOptions,
-    SourceOptions,
     WorkerOptions,
 )
 
@@ -108,7 +108,7 @@ _WRITES = OptionCondition(
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardOptions(
-    SourceOptions,
+    AdaptedSourceOptions,
     LayoutOptions,
     CopyOptions,
     OutputOptions,
@@ -122,6 +122,8 @@ class ReshardOptions(
 
     Example: megtool reshard ./SmolLM2-135M-Instruct ./out --to torch_dist --tp 3 --pp 2
     """
+
+    extra_needs: ClassVar = {_IS_WHOLE_MODEL: ("adapter",)}
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(DESTINATION, "DST", is_written=True)
@@ -187,14 +189,6 @@ class ReshardOptions(
         "Weights of the mean, SRC's first: 0.5,0.3,0.2; default: equal ones.",
         metavar="LIST",
         needs=(requires("average", "--average OTHER names other checkpoints"),),
-    )
-    adapter: tuple[Path, ...] = option(
-        INPUT,
-        "Add the adapter (LoRA) in this folder to SRC's weights, without optimizer state; "
-        "repeatable.",
-        (),
-        metavar="FOLDER",
-        needs=(_IS_WHOLE_MODEL,),
     )
     to: str | None = option(
         OUTPUT,

@@ -8,7 +8,6 @@ dtype. What depends on whole columns is computed in panels of columns, which are
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import cast
-from megtool.checkpoint.transport.strided import Buffers
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 from megtool.quant.rotation.orthogonal import OrthogonalMatrix
@@ -30,6 +25,7 @@ from megtool.reshard.computed_shards import (
     BLOCK_BYTES,
     ComputedTensor,
     Corner,
+    SourceTensors,
     with_computed,
 )
 from megtool.tensors.box import numel
@@ -124,20 +120,18 @@ def with_rotated(
 
 
 class _RotatedReader:
-    """Computes blocks of rotated tensors; any thread may. Files are open as long as it is used."""
+    """Computes blocks of rotated tensors; any thread may."""
 
     def __init__(self, catalogue: Catalogue, rotated: Sequence[RotatedTensor]) -> None:
-        self._catalogue, self._rotated = catalogue, rotated
-        self._reader = CheckpointReader(catalogue, Files())
+        self._source, self._rotated = SourceTensors(catalogue), rotated
         self._lock = threading.Lock()
         self._norms: dict[str, NDArray[np.float64]] = {}
         self._panels: OrderedDict[tuple[int, int], _Panel] = OrderedDict()
-        weakref.finalize(self, self._reader.close)
 
     def read(self, number: int, lo: Corner, hi: Corner) -> NDArray[np.uint8]:
         """The bytes of the block `lo:hi` of a tensor."""
         t = self._rotated[number]
-        kind = self._catalogue[t.placement.stored].dtype
+        kind = self._source.dtype(t.placement)
         if t.value is not None:
             return self._encode(np.full(_extent(lo, hi), t.value), kind, t.name)
         if t.is_whole and t.shape:
@@ -146,7 +140,7 @@ class _RotatedReader:
             return block.reshape(-1).view(np.uint8)
         if not t.shape or (t.norm is None and t.columns is None and t.rows is None):
             placement, first, end = self._rows_of(t, lo, hi)
-            with self._open(placement, kind) as elements:
+            with self._source.open(placement, kind) as elements:
                 bits: NDArray[np.uint8] = elements.read(first, end).copy().view(np.uint8)
             return bits
         x = self._read_rows(t, lo, hi)
@@ -170,7 +164,7 @@ class _RotatedReader:
         return panel.rows
 
     def _compute_panel(self, t: RotatedTensor, first: int) -> NDArray[Any]:
-        kind = self._catalogue[t.placement.stored].dtype
+        kind = self._source.dtype(t.placement)
         width = min(t.panel_width(), t.width - first)
         x = self._read_columns(t, first, first + width)
         values = self._multiply(t, x.reshape(t.shape[0], width))
@@ -192,16 +186,16 @@ class _RotatedReader:
 
     def _norm(self, placement: Placement) -> NDArray[np.float64]:
         if placement.canonical not in self._norms:
-            kind = _precise(self._catalogue[placement.stored].dtype)
-            with self._open(placement, kind) as elements:
+            kind = _precise(self._source.dtype(placement))
+            with self._source.open(placement, kind) as elements:
                 values = elements.read(0, numel(placement.shape)).astype(np.float64)
             self._norms[placement.canonical] = values
         return self._norms[placement.canonical]
 
     def _read_rows(self, t: RotatedTensor, lo: Corner, hi: Corner) -> NDArray[Any]:
         placement, first, end = self._rows_of(t, lo, hi)
-        kind = _precise(self._catalogue[t.placement.stored].dtype)
-        with self._open(placement, kind) as elements:
+        kind = _precise(self._source.dtype(t.placement))
+        with self._source.open(placement, kind) as elements:
             rows: NDArray[np.float64] = elements.read(first, end).astype(np.float64)
         return rows.reshape(_extent(lo, hi))
 
@@ -214,29 +208,21 @@ class _RotatedReader:
 
     def _read_columns(self, t: RotatedTensor, first: int, end: int) -> NDArray[np.float64]:
         """All rows of some columns."""
-        kind = _precise(self._catalogue[t.placement.stored].dtype)
+        kind = _precise(self._source.dtype(t.placement))
         shape = t.placement.shape
         rows = next(k for k in range(len(shape) + 1) if numel(shape[:k]) == t.shape[0])
         outer, inner = shape[rows : rows + 1], numel(shape[rows + 1 :])
         if not outer:  # a bias
-            with self._open(t.placement, kind) as elements:
+            with self._source.open(t.placement, kind) as elements:
                 bias: NDArray[np.float64] = elements.read(0, t.shape[0]).astype(np.float64)
             return bias
         a, b = first // inner, -(-end // inner)
         tail = shape[rows + 1 :]
         lo = [*[0] * rows, a, *[0] * len(tail)]
         part = narrow(t.placement, lo, [*shape[:rows], b, *tail])
-        with self._open(part, kind) as elements:
+        with self._source.open(part, kind) as elements:
             x: NDArray[np.float64] = elements.read(0, numel(part.shape)).astype(np.float64)
         return x.reshape(t.shape[0], -1)[:, first - a * inner : end - a * inner]
-
-    def _open(self, placement: Placement, kind: DType) -> Any:
-        reader = self._reader
-        regions = RegionReader(
-            reader.locator, reader.files, reader.open_files, Buffers(), tile_bytes=BLOCK_BYTES
-        )
-        with self._lock:  # finding a tensor's shards for the first time
-            return regions.open(placement, kind)
 
     @staticmethod
     def _encode(values: NDArray[np.float64], kind: DType, name: str) -> NDArray[np.uint8]:
