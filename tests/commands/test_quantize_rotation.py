@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megtool import export, finetune, lint, quantize, reshard, verify
+from megtool.checkpoint.digest import read_sidecar
 from megtool.cli.app import main
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.quant.pipeline.report import QuantizeReport
@@ -284,6 +285,36 @@ def test_what_a_config_calls_rotated_is_not_rotated_again(
         ):
             quantize(source, tmp_path / "out", recipe=recipe)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_trained_model_is_compared_as_the_rotated_one_that_it_was(
+    llama: Path, plain: Path, tmp_path: Path
+) -> None:
+    """Saves carry the record, of a resumed run too; another rotation is refused."""
+    (tmp_path / "text.jsonl").write_text('{"text": "The rain fell in torrents."}\n' * 8)
+    options: dict[str, Any] = {
+        **{"data": [tmp_path / "text.jsonl"], "seq_length": 16, "global_batch_size": 2},
+        **{"device": "cpu", "fsync": False, "lr": 1e-3},
+    }
+    finetune(plain, tmp_path / "run", train_iters=2, save_interval=1, **options)
+    wanted = read_sidecar(plain / "megtool.json")
+    assert wanted is not None
+    for source in ("run/iter_0000001", "run"):
+        report = verify(llama, tmp_path / source, atol=0.02)
+        assert any("as if it were rotated by R1" in note for note in report.notes)
+        assert report.exit_status == 0
+        assert verify(llama, tmp_path / source).exit_status == 7, "it was trained"
+    for record in (tmp_path / "run").rglob("megtool.json"):
+        sidecar = read_sidecar(record)
+        assert sidecar is not None
+        assert sidecar.rotation == wanted.rotation
+    finetune(plain, tmp_path / "run", train_iters=3, **options)
+    reshard(tmp_path / "run", tmp_path / "hf", to="hf", fsync=False)
+    for written in ("run", "hf"):
+        assert any("rotated by R1" in n for n in verify(llama, tmp_path / written).notes)
+    recipe = plain.parent / "rotate.yaml"
+    with raises(MappingError, "rotated already", id="unsupported-rotation"):
+        quantize(tmp_path / "run", tmp_path / "out", recipe=recipe)
 
 
 def test_training_does_not_rotate(llama: Path, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def make_save_template(
             and path.startswith(folder)
         },
         carried=_load_towers(weights, target) | values if carries else {},
+        rotation=opened.rotation,
         whole=tuple(t for t in destination.catalogue.tensors if t.name in values),
         plan_buckets=partial(_plan_buckets, opened, tensors, opened.model.config, parallel, run),
     )

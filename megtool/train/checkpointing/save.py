@@ -440,7 +440,8 @@ class TorchDistSaver:
                     ".metadata": metadata,
                     COMMON_FILE: encode_object(dict(task.common)),
                     CONFIG_FILE: last,
-                }
+                },
+                rotation=self.template.rotation,
             )
         except BaseException:
             with contextlib.suppress(StorageError):

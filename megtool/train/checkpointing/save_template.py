@@ -52,8 +52,8 @@ class SaveTemplate:
     `small` files are written unchanged; `common` is Megatron's common state, which a save updates.
     `carried` are values of stored weights that no module of this rank has: the parts of a model
     other than its text, which a run does not change. `whole` are further small tensors, which rank
-    0 carries and writes. `plan_buckets` plans `dp_reshardable` buckets
-    for stored states of given dtypes. See
+    0 carries and writes. `rotation` is the record of what the weights are multiplied by.
+    `plan_buckets` plans `dp_reshardable` buckets for stored states of given dtypes. See
     `megtool.train.checkpointing.megatron_template.make_save_template`.
     """
 
@@ -65,4 +65,5 @@ class SaveTemplate:
     small: Mapping[str, bytes] = field(default_factory=dict)
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     whole: tuple[GlobalTensor, ...] = ()
+    rotation: Mapping[str, Any] | None = None
     plan_buckets: Callable[[Mapping[str, DType]], BucketLayout] | None = None

@@ -185,11 +185,14 @@ class StagedIteration:
                 error_id="no-space",
             )
 
-    def commit(self, small: Mapping[str, bytes | Path]) -> None:
+    def commit(
+        self, small: Mapping[str, bytes | Path], *, rotation: Mapping[str, Any] | None = None
+    ) -> None:
         """When all ranks are done, write the small files and rename the folder.
 
         A value that is a path is a file, which is moved. The last of `small` marks the folder as
-        complete. The tracker is replaced in a step of its own.
+        complete. `rotation` is the record of what weights are multiplied by. The tracker is
+        replaced in a step of its own.
 
         Raises:
             StorageError: a rank or a system call failed; earlier iterations stay.
@@ -200,7 +203,7 @@ class StagedIteration:
                 self._move(data, name)
             else:
                 self.write(name, len(data), [(0, data)], ())
-        self._write_digests()
+        self._write_digests(rotation)
         files = self.files
         if self._fsync:
             _, folders = files.own_tree(self.tree)
@@ -230,7 +233,7 @@ class StagedIteration:
                 hint=self._hint(),
             )
 
-    def _write_digests(self) -> None:
+    def _write_digests(self, rotation: Mapping[str, Any] | None) -> None:
         """Write the sidecar: digests of all ranks' files, and of small files."""
         known, stored = dict[str, FileDigest](), dict(self._stored)
         for rank in range(self._size):
@@ -242,7 +245,12 @@ class StagedIteration:
             stored |= sidecar.stored_tensors
         rest = digest_tree(self.files, self.tree, self._digests, excluded=known)
         sidecar = Sidecar(
-            names="stored", tool=TOOL, tensors={}, stored_tensors=stored, files={**known, **rest}
+            names="stored",
+            tool=TOOL,
+            tensors={},
+            stored_tensors=stored,
+            files={**known, **rest},
+            rotation=rotation,
         )
         data = encode_sidecar(sidecar)
         self.write(SIDECAR, len(data), [(0, data)], ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megtool.checkpoint.digest import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
 from megtool.checkpoint.formats.save_folder import TRACKER
@@ -109,7 +110,9 @@ class StoreIteration(StagedIteration):
     def require_space(self, num_bytes: int) -> None:
         """A store says nothing about space."""
 
-    def commit(self, small: Mapping[str, bytes | Path]) -> None:
+    def commit(
+        self, small: Mapping[str, bytes | Path], *, rotation: Mapping[str, Any] | None = None
+    ) -> None:
         """When all ranks are done, put the small files, and the tracker.
 
         Raises:
@@ -124,7 +127,7 @@ class StoreIteration(StagedIteration):
             path = self._target / name
             self._digests.register(path, len(data))
             self._digests.record(path, 0, (data,))
-        contents[SIDECAR] = encode_sidecar(self._whole_sidecar())
+        contents[SIDECAR] = encode_sidecar(replace(self._whole_sidecar(), rotation=rotation))
         for name in publishing_order(contents, [".metadata"]):
             self._store.put((self._target / name).key, contents[name])
         self.files.refresh(self.folder)
