@@ -1,14 +1,15 @@
 """Updates of a model's weights as an adapter that Megatron-Bridge loads: its `LoRA`.
 
 Every layer has the same modules, rank and scale there. Layers and modules without an update get
-zeros, smaller ranks rows of zeros, and the rest of a scale is in `linear_out`.
+zeros, smaller ranks rows of zeros, and the rest of a scale is in `linear_out`. Experts have an
+adapter each, as those of megatron-core's `SequentialMLP` do; grouped experts share one.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,21 @@ from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
+_EXPERTS = ".experts.experts."
+"""In the names of stored weights that have those of all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeAdapter:
     """An adapter to write: tensors by name, and the section `peft` of run_config.yaml.
 
-    `rounded` are weights of which elements were rounded, because scales differ.
+    `model` are settings of the model that loads it. `rounded` are weights of which elements were
+    rounded, because scales differ.
     """
 
     tensors: Mapping[str, Tensor]
     section: Mapping[str, Any]
+    model: Mapping[str, Any]
     rounded: tuple[str, ...] = ()
 
 
@@ -49,29 +54,29 @@ def make_bridge_adapter(
     Layers are stacked where all of the model are alike, as Megatron saves them.
 
     Raises:
-        MappingError: a weight is none of a linear layer in Megatron's decoder, or one of an expert.
+        MappingError: a weight is none of a linear layer in Megatron's decoder.
     """
     weights = DialectWeights(config, family, "megatron")
     for name in updates:
         _check_place(name, weights)
-    fused = {
-        stored: fuse(parts)
-        for (stored, _), parts in group_updates(updates, weights.slice_of).items()
-    }
+    grouped = group_updates(updates, weights.slice_of)
+    fused = {place: fuse(parts) for place, parts in grouped.items()}
     rank = max(update.rank for update in fused.values())
     scale = Counter(update.scale for update in fused.values()).most_common(1)[0][0]
-    modules = sorted({_split(stored)[1] for stored in fused})
-    layers: dict[str, dict[int, FusedUpdate]] = {module: {} for module in modules}
+    modules = sorted({_split(stored)[1] for stored, _ in fused})
+    layers: dict[str, dict[int, list[FusedUpdate]]] = {module: {} for module in modules}
     for stored in weights.stored:
         if (match := _LAYER.fullmatch(stored)) and match[2] in layers:
-            update = fused.get(stored)
-            if update is None:
-                update = _zeros(weights, stored, rank, scale, next(iter(fused.values())))
-            layers[match[2]][int(match[1])] = update.with_scale(scale).with_rank(rank)
+            zeros = _zeros(weights, stored, rank, scale, next(iter(fused.values())))
+            experts = dict.fromkeys(part.expert for part in weights.slices(stored))
+            layers[match[2]][int(match[1])] = [
+                fused.get((stored, expert), zeros).with_scale(scale).with_rank(rank)
+                for expert in experts
+            ]
     tensors: dict[str, Tensor] = {}
     for module, of_layers in layers.items():
         for side, part in (("linear_in", "down"), ("linear_out", "up")):
-            matrices = {n: getattr(of_layers[n], part) for n in sorted(of_layers)}
+            matrices = {n: _join(module, of_layers[n], part) for n in sorted(of_layers)}
             name = f"{module}.adapter.{side}.weight"
             if config.is_homogeneous:
                 tensors[f"decoder.layers.{name}"] = torch.stack([*matrices.values()])
@@ -82,7 +87,9 @@ def make_bridge_adapter(
         tensors=tensors,
         section={
             "_target_": "megatron.bridge.peft.lora.LoRA",
-            "target_modules": sorted({f"*.{module}" for module in modules}),
+            "target_modules": sorted(
+                f"*.{module.replace(_EXPERTS, '.experts.local_experts.*.')}" for module in modules
+            ),
             "dim": rank,
             "alpha": round(alpha) if round(alpha) / rank == scale else alpha,
             "dropout": dropout,
@@ -90,13 +97,20 @@ def make_bridge_adapter(
             "lora_A_init_method": "xavier",
             "lora_B_init_method": "zero",
         },
+        model={"moe_grouped_gemm": False} if any(_EXPERTS in m for m in modules) else {},
         rounded=tuple(
             f"decoder.layers.{n}.{module}"
             for module, of_layers in layers.items()
-            for n, update in of_layers.items()
-            if not update.is_exact
+            for n, of_layer in of_layers.items()
+            if not all(update.is_exact for update in of_layer)
         ),
     )
+
+
+def _join(module: str, updates: Sequence[FusedUpdate], part: str) -> Tensor:
+    """The matrices of a layer's module: one, or one of each expert."""
+    matrices = [getattr(update, part) for update in updates]
+    return torch.stack(matrices) if _EXPERTS in module else matrices[0]
 
 
 def _check_place(name: str, weights: DialectWeights) -> None:
@@ -106,9 +120,7 @@ def _check_place(name: str, weights: DialectWeights) -> None:
         MappingError: it has none.
     """
     stored = weights.slice_of(name).stored
-    if ".experts." in name:
-        reason = "adapters of experts are written in PEFT's format only"
-    elif _LAYER.fullmatch(stored) is None:
+    if _LAYER.fullmatch(stored) is None:
         reason = "Megatron-Bridge has adapters in layers only"
     elif not stored.rpartition(".weight")[0].rpartition(".")[2].startswith("linear_"):
         reason = "Megatron-Bridge stores the rows of its parts in another way"

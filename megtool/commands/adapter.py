@@ -28,7 +28,7 @@ from megtool.console import format_bytes, several
 from megtool.errors import UnknownFamilyError, listed
 from megtool.options.groups import SourceOptions
 from megtool.reports import Report, Row, Section, Table
-from megtool.reshard.megatron.bridge_files import make_bridge_files
+from megtool.reshard.megatron.bridge_files import edit_model, make_bridge_files
 from megtool.reshard.open_source import open_source, parse_iteration
 from megtool.reshard.source import CheckpointSource, require_model
 from megtool.reshard.staged_write import WriteOptions
@@ -256,7 +256,8 @@ def _plan_bridge(
     small = make_bridge_files(
         config, ParallelConfig(), dtype=kind, iteration=_ITERATION, existing=existing
     )
-    small[CONFIG_FILE] = _with_adapter(small[CONFIG_FILE], out.section, str(path))
+    run_config = edit_model(small[CONFIG_FILE], out.model)
+    small[CONFIG_FILE] = _with_adapter(run_config, out.section, str(path))
     return plan_bridge_files(out, small, _ITERATION), [out.section["dim"]], out.rounded
 
 

@@ -76,6 +76,12 @@ def test_experts_have_an_adapter_each(bridge: Path, tmp_path: Path) -> None:
     ours = decoder_logits(tmp_path / "base", updates, bridge_world.TOKENS)
     wanted = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=1e-3)
+    again = tmp_path / "again"  # what is written of it loads
+    adapter = again / "adapter"
+    megtool.convert_adapter(tmp_path / "adapter", adapter, to="bridge", base=tmp_path / "base")
+    for name in ("base", "logits.pt"):
+        (again / name).symlink_to(tmp_path / name)
+    assert "loaded 80 tensors" in run(bridge, "load", again, experts=4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

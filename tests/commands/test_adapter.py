@@ -25,6 +25,7 @@ from megtool.errors import (
 )
 from tests.support.models import moe_models
 from tests.support.models.adapted_models import (
+    EXPERTS,
     add_updates,
     load_model,
     logits,
@@ -163,19 +164,34 @@ def test_what_cannot_be_converted_is_refused(adapter: Path, base: Path, tmp_path
     with pytest.raises(MappingError) as e:
         megtool.convert_adapter(tmp_path / "head", tmp_path / "x", to="bridge", base=base)
     assert e.value.id == "unsupported-adapter"
-    family, _, keys = moe_models.CASES["mixtral"]
-    moe = tmp_path / "moe"
-    tiny_model(family, moe, sizes=moe_models.SIZES, **keys)
-    save_adapter(
-        moe,
-        tmp_path / "experts",
-        target_modules=["o_proj"],
-        target_parameters=["mlp.experts.down_proj"],
-    )
-    with pytest.raises(MappingError) as e:
-        megtool.convert_adapter(tmp_path / "experts", tmp_path / "x", to="bridge", base=moe)
-    assert e.value.id == "unsupported-adapter"
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_go_to_megatron_bridge_and_back(case: str, tmp_path: Path) -> None:
+    """They have a matrix each; the first layers of deepseek_v3 have none."""
+    family, _, keys = moe_models.CASES[case]
+    base = tmp_path / "base"
+    tiny_model(family, base, sizes=moe_models.SIZES, **keys)
+    save_adapter(base, tmp_path / "peft", target_modules=["o_proj"], target_parameters=EXPERTS, r=3)
+    report = megtool.convert_adapter(
+        tmp_path / "peft", tmp_path / "bridge", to="bridge", base=base, fsync=False
+    )
+    assert report.rounded == ()
+    config = (tmp_path / "bridge/iter_0000000/run_config.yaml").read_text()
+    assert "*.mlp.experts.local_experts.*.linear_fc1" in config
+    assert "moe_grouped_gemm: false" in config
+    wanted = read_updates(base, tmp_path / "peft")
+    updates = read_updates(base, tmp_path / "bridge")
+    zeros = updates.keys() - wanted.keys()
+    assert all(not updates[n].up[:, :].any() for n in zeros)
+    for name, update in wanted.items():
+        ours, theirs = (u.scale * u.up[:, :] @ u.down[:, :] for u in (updates[name], update))
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    megtool.convert_adapter(
+        tmp_path / "bridge", tmp_path / "back", to="peft", base=base, fsync=False
+    )
+    assert read_updates(base, tmp_path / "back").keys() == updates.keys()
 
 
 def test_names_of_peft_need_a_family(adapter: Path, base: Path, tmp_path: Path) -> None:
