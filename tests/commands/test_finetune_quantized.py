@@ -196,11 +196,16 @@ def test_adapters_are_trained_with_the_quantizers(llama: Path, data: Path, tmp_p
         tune(smoothed, tmp_path / "x", data, qat="source", lora_rank=4)
 
 
-def test_what_has_no_quantizers_is_refused(llama: Path, data: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_with_quantizers_is_refused(
+    llama: Path, data: Path, tmp_path: Path
+) -> None:
     with raises(FormatError, "no state of ModelOpt's quantizers"):
         tune(llama, tmp_path / "x", data, qat="source")
     with raises(UsageError, "the quantizers are calibrated"):
         tune(llama, tmp_path / "x", data, qat="source", calibration=tmp_path / "file")
+    plain = quantized(llama, tmp_path / "plain", "int8_weight_only")
+    with raises(UsageError, "dp_reshardable", hint=True):
+        tune(plain, tmp_path / "x", data, qat="source", dist_ckpt_optim_format="dp_reshardable")
     blocks = quantized(llama, tmp_path / "blocks", "fp8_block128")
     with raises(FormatError, "lie across several weights"):
         tune(blocks, tmp_path / "x", data, qat="source")

@@ -235,8 +235,15 @@ def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> Quantize
 
     Raises:
         FormatError: it has none, or they are damaged, or of a format that is not known.
-        UsageError: adapters would be trained for smoothed weights.
+        UsageError: adapters would be trained for smoothed weights; or optimizer state is to be in
+            buckets, for whose parameters checkpoints with quantizers have other names.
     """
+    if settings.dist_ckpt_optim_format == "dp_reshardable" and settings.lora_rank is None:
+        raise UsageError(
+            "--dist-ckpt-optim-format dp_reshardable does not go with --qat source: a checkpoint "
+            "with quantizers has gate and up apart, and buckets have them together",
+            hint="leave it out: fully_reshardable state loads at every layout",
+        )
     options = SourceOptions(family=settings.family, like=settings.like)
     quantized = read_quantized_megatron(source.catalogue.root, options, fixed=True)
     if settings.lora_rank is not None and quantized.smoothed:
