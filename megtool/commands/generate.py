@@ -181,6 +181,7 @@ def _run(
         device, dtype = str(groups.device), str(forward.decoder.dtype).removeprefix("torch.")
     end = time.monotonic()
     return GenerateReport(
+        adapters=tuple(map(str, source.adapters)),
         path=str(source.path),
         format=source.format,
         family=source.family_name,

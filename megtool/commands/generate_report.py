@@ -77,8 +77,9 @@ class GenerateReport(Report):
 
     Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
     batch together. `is_shown`: the answers were printed as they came, and are
-    not printed again; `is_list`: they are printed as lines of JSON. Of `num_drafted` tokens that
-    speculative decoding verified, `num_accepted` were the model's own.
+    not printed again; `is_list`: they are printed as lines of JSON. `adapters` are merged into the
+    weights. Of `num_drafted` tokens that speculative decoding verified, `num_accepted` were the
+    model's own.
     """
 
     path: str
@@ -97,6 +98,7 @@ class GenerateReport(Report):
     num_drafted: int = 0
     num_accepted: int = 0
     is_list: bool = False
+    adapters: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -105,9 +105,9 @@ def _check_places(options: Any) -> None:
 
 
 def _with_adapters(report: Any, options: Any) -> Any:
-    """The report, with a note of the adapters in the weights if it has no rows of them."""
+    """The report, with a note of the adapters in the weights if it does not say so itself."""
     adapters = getattr(options, "adapter", ())
-    if not adapters or hasattr(report, "merges"):
+    if not adapters or hasattr(report, "merges") or hasattr(report, "adapters"):
         return report
     note = f"merged into the weights: {', '.join(map(str, adapters))}"
     return replace(report, notes=(*report.notes, note))

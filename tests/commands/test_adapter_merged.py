@@ -37,6 +37,9 @@ def test_generated_texts_are_those_of_the_merged_model(base: Path) -> None:
     def answers(source: Path, **more: Any) -> Any:
         return generate(source, device="cpu", **options, **more).answers
 
+    report = generate(base / "base", device="cpu", **options, adapter=base / "adapter")
+    assert [*report.to_json()["adapters"]] == [str(base / "adapter")]
+    assert not [*report.rows(), *report.note_rows()], "the texts are all there is"
     merged, adapter = answers(base / "merged"), base / "adapter"
     assert answers(base / "base", adapter=adapter) == merged
     assert answers(base / "megatron", adapter=[adapter]) == merged
