@@ -38,7 +38,8 @@ from tests.support.checkpoints.module_folders import (
 )
 from tests.support.errors import raises
 
-BRIDGED = tuple(a for a in FORMATS if a != "W4A8_AWQ")
+WHOLE = [a for a in FORMATS if not FORMATS[a].has_branch]
+BRIDGED = [a for a in WHOLE if a != "W4A8_AWQ"]
 """compressed-tensors has no second scale for INT4."""
 
 
@@ -92,7 +93,7 @@ def test_there_and_back_is_the_identity(
 
 @settings(max_examples=12)
 @given(
-    algo=st.sampled_from(tuple(FORMATS)),
+    algo=st.sampled_from(WHOLE),
     cut=st.sampled_from(["rows", "columns"]),
     seed=st.integers(0, 1 << 16),
 )

@@ -100,12 +100,11 @@ def make_eagle_config(
     """
     _import_speculative()
     from modelopt.torch.speculative.config import EagleConfig, eagle3_default_config
-    from pydantic import ValidationError
 
     given = {n: v for n, v in recipe.items() if n != "draft_vocab_cache"}
     try:
         checked: dict[str, Any] = EagleConfig(**given).model_dump()
-    except (ValidationError, TypeError) as e:
+    except (ValueError, TypeError) as e:  # pydantic's is a ValueError
         raise RecipeError(f"ModelOpt refuses the recipe: {_first_line(e)}", file=file) from e
     usual = EagleConfig().model_dump()
     for name in given:
