@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool import finetune, verify
+from megtool import finetune, lint, verify
 from megtool.commands.finetune_report import FinetunePlan
 from megtool.errors import CheckpointError, LayoutError, RecipeError, TrainingError, UsageError
 from megtool.train.run_log import read_log
@@ -35,11 +35,8 @@ def test_a_run_leaves_the_model_and_a_head(deep: Path, data: Path, tmp_path: Pat
     assert report.adapter is None
     assert verify(deep, tmp_path / "ref").verdict == "equal"  # the model is as it was
     head = Path(report.draft_head)
-    assert {p.name for p in head.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "training_state.safetensors",
-    }
+    assert {p.name for p in head.iterdir()} == {"config.json", "model.safetensors"}
+    assert not any(lint(head).findings)
     config = json.loads((head / "config.json").read_bytes())
     base = json.loads((deep / "config.json").read_bytes())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -54,14 +51,15 @@ def test_a_run_leaves_the_model_and_a_head(deep: Path, data: Path, tmp_path: Pat
     resumed = tune(deep, tmp_path / "out", data, **HEAD)
     assert (resumed.start_iteration, resumed.iteration) == (1, 4)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
-    for file in head.iterdir():
-        other = tmp_path / "out/iter_0000004/eagle" / file.name
-        assert file.read_bytes() == other.read_bytes(), file.name
+    state = "eagle_training/training_state.safetensors"
+    for name in ("eagle/config.json", "eagle/model.safetensors", state):
+        first, second = (tmp_path / run / "iter_0000004" / name for run in ("ref", "out"))
+        assert first.read_bytes() == second.read_bytes(), name
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("eagle:\n  eagle_ttt_steps: 1\n")
     with raises(TrainingError, "eagle"):
         tune(deep, tmp_path / "out", data, **HEAD | {"eagle": str(recipe), "train_iters": 5})
-    (tmp_path / "out/iter_0000004/eagle/training_state.safetensors").unlink()
+    (tmp_path / "out/iter_0000004" / state).unlink()
     with raises(CheckpointError, "no draft head"):
         tune(deep, tmp_path / "out", data, **HEAD | {"train_iters": 5})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +14,16 @@ from megtool.errors import MissingPackageError
 
 @contextlib.contextmanager
 def silence_output() -> Iterator[None]:
-    """Suppress what the package prints and warns about."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    """Suppress what the package prints and warns about, and what it has Transformers log."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def import_modelopt() -> Any:

@@ -7,6 +7,7 @@ exports it.
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,7 +70,7 @@ class _HeadViews(AdapterViews):
 class EagleFeature(FrozenModelFeature):
     """The loss of a draft head of a model; both are on `stage`, and the model is frozen."""
 
-    folder = DRAFT_HEAD
+    folder, state_folder = DRAFT_HEAD, f"{DRAFT_HEAD}_training"
     called = "draft head"
 
     def __init__(
@@ -212,6 +213,7 @@ class EagleFeature(FrozenModelFeature):
         try:
             self.head.export(folder)
             config = (folder / CONFIG_FILE).read_bytes()
+            shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # saved for its owner only
         except OSError as e:
             raise StorageError(f"cannot write: {e.strerror or e}", file=folder) from e
         files.rename(folder / WEIGHTS_FILE, spool)

@@ -55,6 +55,8 @@ class FrozenModelFeature(TrainingFeature):
 
     saves_optimizer = False
     folder: ClassVar[str]
+    state_folder: ClassVar[str]
+    """Of the training state, in an iteration: not `folder` if others load all that lies in it."""
     called: ClassVar[str]
 
     def __init__(self, stages: Sequence[Decoder], views: AdapterViews) -> None:
@@ -84,7 +86,7 @@ class FrozenModelFeature(TrainingFeature):
     def files(
         self, optimizer: Optimizer | None, state: TrainState, spool: Path, files: Files
     ) -> dict[str, bytes | Path]:
-        """What is saved in `folder`, on rank 0, by its path in an iteration's folder.
+        """What is saved beside the model, on rank 0, by its path in an iteration's folder.
 
         No rank has the whole state of the optimizer: it is written to the file `spool` one matrix
         at a time. The saver takes this file away, and the one with `.format` added to its name.
@@ -112,7 +114,8 @@ class FrozenModelFeature(TrainingFeature):
             try:
                 write_safetensors(files, spool, specs, matrices, {"state": json.dumps(facts)})
                 out = self.format_files(weights, spool.with_name(f"{spool.name}.format"), files)
-                out[STATE_FILE] = spool
+                out = {f"{self.folder}/{name}": data for name, data in out.items()}
+                out[f"{self.state_folder}/{STATE_FILE}"] = spool
             except MegtoolError as e:
                 error = e
         for _ in matrices:  # of other ranks, which must not wait if one fails
@@ -120,7 +123,7 @@ class FrozenModelFeature(TrainingFeature):
         for rank_error in all_gather_objects(error, groups.world):
             if rank_error is not None:
                 raise rank_error
-        return {f"{self.folder}/{name}": data for name, data in out.items()}
+        return out
 
     def _iterate_matrices(
         self, gathering: AdapterGather, weights: dict[str, Tensor]
@@ -158,7 +161,7 @@ class FrozenModelFeature(TrainingFeature):
             CheckpointError: it has none, or of another size, model or dtype.
         """
         folder = iteration_folder / self.folder
-        matrices, facts = self._read_state(folder / STATE_FILE)
+        matrices, facts = self._read_state(iteration_folder / self.state_folder / STATE_FILE)
         if facts["dtype"] != self._dtype:
             raise CheckpointError(
                 f"the {self.called} was trained in {facts['dtype']}, and the run computes in "

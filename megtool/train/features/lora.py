@@ -51,7 +51,7 @@ class LoraFeature(FrozenModelFeature):
         MappingError: its family has no place for the adapters.
     """
 
-    folder = called = FOLDER
+    folder = state_folder = called = FOLDER
 
     def __init__(
         self, stages: Sequence[Decoder], settings: LoraSettings, family: Family, base: str
