@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megtool.errors import FormatError
 from megtool.number_formats.decode_torch import low_rank_product
+from megtool.quant.fake_quant.fake_quantize import check_finite
 from megtool.quant.qparams import LowRankBranch
 
 
@@ -32,13 +32,7 @@ def split_low_rank(
         FormatError: a weight has NaN or Inf.
     """
     for name, weight_OI in weights_OI.items():
-        if not bool(torch.isfinite(weight_OI).all()):
-            raise FormatError(
-                f"the weight of {name} is NaN or infinite in places",
-                tensor=name,
-                hint="it cannot be quantized",
-                error_id="nan-weights",
-            )
+        check_finite(weight_OI, name)
     up_OR, down_RI = _factorize(torch.cat(list(weights_OI.values())).double(), rank)
     missing = rank - len(down_RI)
     up_OR, down_RI = pad(up_OR, (0, missing)), pad(down_RI, (0, 0, 0, missing))

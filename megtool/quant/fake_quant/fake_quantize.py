@@ -160,14 +160,23 @@ def fake_weight(
         if branch is not None:
             result = result + low_rank_product(branch[0][part], branch[1])
         out[part] = result if smoothing_scale is None else result / smoothing_scale
-    if not bool(torch.isfinite(out).all()):
+    check_finite(out, qparams.module)
+    return out
+
+
+def check_finite(weight_OI: Tensor, module: str) -> None:
+    """Check the elements of a module's weight.
+
+    Raises:
+        FormatError: it has NaN or Inf.
+    """
+    if not bool(torch.isfinite(weight_OI).all()):
         raise FormatError(
-            f"the weight of {qparams.module} is NaN or infinite in places",
-            tensor=qparams.module,
+            f"the weight of {module} is NaN or infinite in places",
+            tensor=module,
             hint="it cannot be quantized",
             error_id="nan-weights",
         )
-    return out
 
 
 def run_weight(
