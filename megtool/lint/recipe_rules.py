@@ -43,7 +43,7 @@ from megtool.quant.recipes.modules import find_fused_name
 
 _NOT_LOADED = "no engine loads it"
 _UNKNOWN_NAME = "vLLM refuses names that it does not know"
-_GLOBAL_SCALES = ("NVFP4", "NVFP4_SVD", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "W4A8_AWQ")
+_GLOBAL_SCALES = frozenset(algo for algo, stored in STORED_FORMATS.items() if stored.has_second)
 _SHARED_SCALES = ("weight_scale_2", "input_scale", "pre_quant_scale")
 
 
