@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ _FINGERPRINT_TOLERANCE = 1e-11
 depend on their order."""
 
 
-class FrozenModelFeature(TrainingFeature):
+class FrozenModelFeature(TrainingFeature, ABC):
     """Parameters that are trained on the stages of this rank, whose own weights are frozen.
 
     `views` are the positions of this rank's parameters in full matrices. A subclass says with
@@ -63,6 +64,7 @@ class FrozenModelFeature(TrainingFeature):
         self.stages, self.views = stages, views
         self._fingerprint = fingerprint_frozen_weights(stages)
 
+    @abstractmethod
     def format_files(
         self, weights: Mapping[str, Tensor], spool: Path, files: Files
     ) -> dict[str, bytes | Path]:
@@ -73,7 +75,6 @@ class FrozenModelFeature(TrainingFeature):
         Raises:
             StorageError: it cannot be written.
         """
-        raise NotImplementedError
 
     @property
     def _dtype(self) -> str:

@@ -146,21 +146,20 @@ class _Chooser:
 
     def _choose_linear(self, owner: nn.Module, name: str, module: nn.Module) -> TeChoice:
         """What computes a linear layer, whose norm is part of it or not."""
-        fp8 = self.precision(name)
-        kind: TeKind = "GroupedLinear" if isinstance(module, ExpertLinear) else "Linear"
-        reason = ""
+        kind: TeKind | None
         if isinstance(module, ExpertLinear):
             reason = self._refuse_experts(module, name)
-        elif isinstance(module, ColumnLinear) and module.norm is not None:
+            kind = None if reason else "GroupedLinear"
+            return TeChoice(names=(name,), owner=name, module=kind, reason=reason)
+        reason = ""
+        if isinstance(module, ColumnLinear) and module.norm is not None:
             reason = self._refuse_norm_linear(owner, name, module)
             if not reason:
                 return TeChoice(names=(name,), owner=name, module="LayerNormLinear")
             reason = f"no LayerNormLinear: {reason}"
-        if kind == "Linear" and fp8 is None:
+        kind = None if self.precision(name) is None else "Linear"
+        if kind is None:
             reason = reason or "torch multiplies in 16 bits"
-            return TeChoice(names=(name,), owner=name, reason=reason)
-        if kind == "GroupedLinear" and reason:
-            return TeChoice(names=(name,), owner=name, reason=reason)
         return TeChoice(names=(name,), owner=name, module=kind, reason=reason)
 
     def _refuse_attention(self, attention: Attention | LatentAttention) -> str:
