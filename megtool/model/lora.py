@@ -102,7 +102,12 @@ class Adapter(nn.Module):
     Dropout leaves out the same inputs at every tp size, where torch's generators are in the same
     state on all tp ranks. While the adapter `is_merged`, its part is in the layer's weight: it adds
     zeros, through which its matrices get their gradients, as if the weight's passed on to them.
+
+    Of a layer whose inputs are divided by a `smoothing_scale` `[in]`, and whose weight is stored
+    multiplied by it, the matrices are those for the weight and the inputs as they were before.
     """
+
+    smoothing_scale: Tensor | None = None
 
     def __init__(self, linear: Linear, settings: LoraSettings) -> None:
         super().__init__()
@@ -151,7 +156,7 @@ class Adapter(nn.Module):
 
     def _product(self, x_TI: Tensor) -> Tensor:
         x_TI = self._dropped(x_TI)
-        h_TR = F.linear(x_TI, self.lora_A) * self.scale
+        h_TR = F.linear(x_TI, _smoothed(self.lora_A, self.smoothing_scale)) * self.scale
         if self.is_column:
             return column_product(h_TR, self.lora_B, None, self.group, self.sequence_parallel)
         if self.group.size > 1 and self.is_row:
@@ -163,7 +168,8 @@ class Adapter(nn.Module):
 
     def delta(self) -> Tensor:
         """The addition to the layer's weight, float32, on this rank."""
-        return self.lora_B.detach().float() @ self.lora_A.detach().float() * self.scale
+        lora_A = _smoothed(self.lora_A.detach().float(), self.smoothing_scale)
+        return self.lora_B.detach().float() @ lora_A * self.scale
 
     def _dropped(self, x_TI: Tensor) -> Tensor:
         """Inputs without those that are left out; drawn for all ranks' rows and columns."""
@@ -180,6 +186,13 @@ class Adapter(nn.Module):
     def extra_repr(self) -> str:
         """Shapes of this rank, human-readable."""
         return f"rank={self.lora_A.shape[0]}, scale={self.scale:g}, dropout={self.dropout:g}"
+
+
+def _smoothed(lora_A: Tensor, smoothing_scale: Tensor | None) -> Tensor:
+    """A for inputs that are divided by a smoothing scale, in its own dtype."""
+    if smoothing_scale is None:
+        return lora_A
+    return (lora_A.float() * smoothing_scale.unsqueeze(-2)).to(lora_A.dtype)
 
 
 def drawn(rank: int, width: int, name: str) -> Tensor:
@@ -297,7 +310,10 @@ class ExpertAdapter(nn.Module):
     out, rank]`.
 
     Where etp cuts the outputs (`split_dim` 1) B is cut as they are, else A as the inputs are.
+    `smoothing_scale` is `[E, in]`.
     """
+
+    smoothing_scale: Tensor | None = None
 
     def __init__(self, linear: ExpertLinear, ep: Group, settings: LoraSettings) -> None:
         super().__init__()
@@ -342,7 +358,7 @@ class ExpertAdapter(nn.Module):
         return self._product(rows_RI, counts_E)
 
     def _product(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-        lora_A: Tensor = self.lora_A
+        lora_A: Tensor = _smoothed(self.lora_A, self.smoothing_scale)
         lora_B: Tensor = self.lora_B
         if self.is_column:
             lora_A = copy_to(lora_A, self.etp)
@@ -353,7 +369,8 @@ class ExpertAdapter(nn.Module):
 
     def delta(self) -> Tensor:
         """The addition to the layer's weight, float32, on this rank."""
-        return self.lora_B.detach().float() @ self.lora_A.detach().float() * self.scale
+        lora_A = _smoothed(self.lora_A.detach().float(), self.smoothing_scale)
+        return self.lora_B.detach().float() @ lora_A * self.scale
 
     def extra_repr(self) -> str:
         """Shapes of this rank, human-readable."""

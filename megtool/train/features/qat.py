@@ -5,6 +5,8 @@ gradients are taken at the rounded weights and applied to the original ones (str
 estimator, Bengio et al., 2013), and likewise for rounded inputs. Formats and scales are those of a
 recipe, or of ModelOpt's quantizers in the checkpoint, which are saved again. With LoRA the merged
 weights are rounded, as in modelopt 0.47, torch/quantization/plugins/peft.py (`_QuantLoraLinear`).
+There A multiplies inputs that are divided by smoothing scales already; here it is that of the
+weights before smoothing, so that the adapter is one of the model that was quantized.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +34,7 @@ from megtool.options.groups import RuntimeOptions, SourceOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.straight_through import straight_through
+from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
 from megtool.quant.pipeline.megatron_source import (
     QuantizedMegatronSource,
@@ -42,7 +46,7 @@ from megtool.quant.pipeline.request import (
     QuantizeOutputOptions,
     QuantizeRequest,
 )
-from megtool.quant.qparams import QParams
+from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import resolve_recipe
 from megtool.reshard.source import CheckpointSource
@@ -90,6 +94,7 @@ class QatFeature(TrainingFeature):
             norm_scales=dict(qparams.norm_scales),
         )
         self._decisions = decisions
+        _smooth_adapters(stages, self._qparams.weights)
         # Modules that share a scale per tensor.
         self._shared = [
             siblings
@@ -221,6 +226,25 @@ class QatFeature(TrainingFeature):
                 weights[module] = replace(weights[module], global_amax=top)
 
 
+def _smooth_adapters(stages: Sequence[Decoder], weights: Mapping[str, WeightQParams]) -> None:
+    """Give adapters the smoothing scales that the weights of their layers are multiplied by."""
+    scales = {
+        m: torch.from_numpy(np.array(q.smoothing_scale, np.float32))
+        for m, q in weights.items()
+        if q.is_smoothed
+    }
+    for stage in stages:
+        views = WeightViews(stage, scales)
+        for name, linear, adapter in adapters_of(stage):
+            parameter = f"{name}.weight"
+            factors = torch.ones(linear.weight.shape, device=linear.weight.device)
+            modules = [m for m, part in views.parts.items() if part.parameter == parameter]
+            for m in modules:
+                views.write(m, scales[m].expand(views.parts[m].shape), {parameter: factors})
+            if modules:
+                adapter.smoothing_scale = factors[..., 0, :].clone()
+
+
 def _decide(settings: TrainConfig, source: CheckpointSource) -> Sequence[Decision]:
     """The decision about every module."""
     if settings.qat is None:
@@ -235,8 +259,8 @@ def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> Quantize
 
     Raises:
         FormatError: it has none, or they are damaged, or of a format that is not known.
-        UsageError: adapters would be trained for smoothed weights; or optimizer state is to be in
-            buckets, for whose parameters checkpoints with quantizers have other names.
+        UsageError: optimizer state is to be in buckets, for whose parameters checkpoints with
+            quantizers have other names.
     """
     if settings.dist_ckpt_optim_format == "dp_reshardable" and settings.lora_rank is None:
         raise UsageError(
@@ -246,12 +270,6 @@ def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> Quantize
         )
     options = SourceOptions(family=settings.family, like=settings.like)
     quantized = read_quantized_megatron(source.catalogue.root, options, fixed=True)
-    if settings.lora_rank is not None and quantized.smoothed:
-        raise UsageError(
-            f"{len(quantized.smoothed)} weights are multiplied by smoothing scales, and adapters "
-            "of them would be those of no other model",
-            hint="train without --lora-rank, or with --qat RECIPE on the model that was quantized",
-        )
     if not any(d.format is not None for d in quantized.decisions):
         raise FormatError(
             "all of its quantizers are disabled", file=source.path, hint="--qat RECIPE"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -127,6 +128,38 @@ def test_adapters_are_trained_in_rounded_merged_weights(model, algo, request) ->
         for kind, want in (("A", want_A), ("B", want_B)):
             have = found[f"{name}.adapter.lora_{kind}"]
             assert (have - want).norm() <= 1e-4 * want.norm(), name
+
+
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_adapters_of_smoothed_weights_are_those_of_the_plain_ones(model, request) -> None:
+    """The same adapters give the same loss and get the same gradients, whether the weights are
+    smoothed as they are rounded, or were before (ModelOpt's checkpoints). Scales are powers of two,
+    so that both round the same numbers."""
+    folder = request.getfixturevalue(model)
+    runs = []
+    for is_smoothed in (False, True):
+        decoder, points, settlement = made(folder, "W8A8_SQ_PER_CHANNEL", smooth=True)
+        add_adapters([decoder], LoraSettings(rank=4, alpha=8.0))
+        generator = torch.Generator().manual_seed(0)
+        for *_, adapter in adapters_of(decoder):
+            adapter.lora_B.detach().normal_(generator=generator).mul_(0.05)
+        views = WeightViews(decoder, settlement.weights)
+        for module, q in settlement.weights.items():
+            scale = np.exp2(np.round(np.log2(q.smoothing_scale) * 4))
+            q = replace(q, smoothing_scale=scale, is_smoothed=is_smoothed)
+            settlement.weights[module] = q
+            if is_smoothed:
+                views.write(module, views.read(module) * torch.from_numpy(scale))
+        qat = QatFeature([decoder], points, settlement, [] if is_smoothed else None)
+        with qat.around_passes(0, None):
+            runs.append(gradients(decoder))
+    (loss, found), (smoothed_loss, smoothed_found) = runs
+    assert smoothed_loss == loss
+    of_adapters = [n for n in found if ".adapter." in n]
+    assert of_adapters
+    for name in of_adapters:
+        have, want = smoothed_found[name], found[name]
+        assert (have - want).norm() <= 1e-5 * want.norm(), name
 
 
 def noisy_text(seed: int) -> tuple[Tensor, Tensor]:
