@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megtool.access.checkpoint import Checkpoint, in_batches, open_checkpoint
+from megtool.access.checkpoint import (
+    AdapterLocations,
+    Checkpoint,
+    in_batches,
+    open_checkpoint,
+)
 from megtool.access.fit import refuse_misfits
 from megtool.access.lazy_tensor import LazyTensor, NamedView
 from megtool.checkpoint.work_threads import BackgroundCall
@@ -48,6 +53,7 @@ def from_pretrained(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    adapter: AdapterLocations = (),
     device_map: Any = None,
     **model_arguments: Any,
 ) -> transformers.PreTrainedModel:
@@ -63,6 +69,8 @@ def from_pretrained(
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
         iteration: Which iteration of a save folder; by default the latest.
+        adapter: The folder of an adapter (LoRA), or several, to merge into the weights as they are
+            read; their bits are those that `megtool.reshard` writes.
         device_map: Where transformers puts the weights.
         **model_arguments: Further arguments of transformers' own `from_pretrained`.
 
@@ -72,6 +80,7 @@ def from_pretrained(
             tensors that the checkpoint lacks, or of other shapes.
         MissingPackageError: transformers is missing.
         StorageError: it cannot be read.
+        UsageError: an adapter is for an open checkpoint, or an argument is not for here.
     """
     try:
         import transformers
@@ -83,7 +92,12 @@ def from_pretrained(
         if name in model_arguments:
             raise UsageError(f"{name!r} is no argument here: it follows from the checkpoint")
     checkpoint = open_checkpoint(
-        location, family=family, like=like, iteration=iteration, optimizer=False
+        location,
+        family=family,
+        like=like,
+        iteration=iteration,
+        adapter=adapter,
+        optimizer=False,
     )
     view = checkpoint.as_("hf", framework="torch")
     files = collect_hf_files(checkpoint.source, None)

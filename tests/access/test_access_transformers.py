@@ -12,11 +12,12 @@ import torch
 
 import megtool
 from megtool import quantize, reshard
-from megtool.errors import MappingError, UsageError
+from megtool.errors import FormatError, MappingError, UsageError
 from megtool.transformers import from_pretrained
 from tests.support.errors import raises
 from tests.support.limits import run_limited
 from tests.support.models import gguf_models, tiny_models
+from tests.support.models.adapted_models import save_adapter
 from tests.support.models.nested_cases import CASES, edit_config
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.exports import export_gguf
@@ -131,6 +132,22 @@ def test_an_open_checkpoint_and_arguments_of_transformers(folders: dict[str, Pat
     assert ours.config._attn_implementation == "eager"
     with raises(UsageError, match="'state_dict' is no argument"):
         from_pretrained(checkpoint, state_dict={})
+
+
+def test_adapters_are_merged_as_reshard_merges_them(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    base, adapters = folders["llama"], [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(adapters):
+        save_adapter(base, folder, target_modules=["q_proj", "down_proj"], r=4 + number)
+    reshard(base, tmp_path / "tp2", to="torch_dist", tp=2, fsync=False)
+    reshard(base, tmp_path / "merged", adapter=adapters, fsync=False)
+    ours = from_pretrained(tmp_path / "tp2", adapter=adapters)
+    assert_equal(ours, own_model(tmp_path / "merged"))
+    with raises(UsageError, "is open already", hint="adapter=FOLDER"):
+        from_pretrained(megtool.open(base), adapter=adapters[0])
+    with raises(FormatError, id="not-an-adapter"):
+        from_pretrained(base, adapter=base)
 
 
 def test_the_generation_config_comes_along(folders: dict[str, Path], tmp_path: Path) -> None:
