@@ -1,8 +1,9 @@
 """Updates of a model's weights as an adapter that Megatron-Bridge loads: its `LoRA`.
 
 Every layer has the same modules, rank and scale there. Layers and modules without an update get
-zeros, smaller ranks rows of zeros, and the rest of a scale is in `linear_out`. Experts have an
-adapter each, as those of megatron-core's `SequentialMLP` do; grouped experts share one.
+zeros, smaller ranks rows of zeros, and the rest of a scale is in `linear_out`. Experts that all
+have the same update share one adapter, `[rank, in]` and `[out, rank]`, as grouped experts
+(megatron-core's `TEGroupedMLP`) do. Others have an adapter each, as those of its `SequentialMLP`.
 """
 
 from __future__ import annotations
@@ -73,22 +74,26 @@ def make_bridge_adapter(
                 fused.get((stored, expert), zeros).with_scale(scale).with_rank(rank)
                 for expert in experts
             ]
+    experts_in = [module for module in modules if _EXPERTS in module]
+    is_shared = all(_is_one(layer) for module in experts_in for layer in layers[module].values())
     tensors: dict[str, Tensor] = {}
     for module, of_layers in layers.items():
         for side, part in (("linear_in", "down"), ("linear_out", "up")):
-            matrices = {n: _join(module, of_layers[n], part) for n in sorted(of_layers)}
+            has_one = is_shared or module not in experts_in
+            matrices = {n: _join(of_layers[n], part, has_one=has_one) for n in sorted(of_layers)}
             name = f"{module}.adapter.{side}.weight"
             if config.is_homogeneous:
                 tensors[f"decoder.layers.{name}"] = torch.stack([*matrices.values()])
             else:
                 tensors |= {f"decoder.layers.{n}.{name}": m for n, m in matrices.items()}
     alpha = scale * rank
+    experts_name = ".experts." if is_shared else ".experts.local_experts.*."
     return BridgeAdapter(
         tensors=tensors,
         section={
             "_target_": "megatron.bridge.peft.lora.LoRA",
             "target_modules": sorted(
-                f"*.{module.replace(_EXPERTS, '.experts.local_experts.*.')}" for module in modules
+                f"*.{module.replace(_EXPERTS, experts_name)}" for module in modules
             ),
             "dim": rank,
             "alpha": round(alpha) if round(alpha) / rank == scale else alpha,
@@ -97,7 +102,7 @@ def make_bridge_adapter(
             "lora_A_init_method": "xavier",
             "lora_B_init_method": "zero",
         },
-        model={"moe_grouped_gemm": False} if any(_EXPERTS in m for m in modules) else {},
+        model={"moe_grouped_gemm": is_shared} if experts_in else {},
         rounded=tuple(
             f"decoder.layers.{n}.{module}"
             for module, of_layers in layers.items()
@@ -107,10 +112,19 @@ def make_bridge_adapter(
     )
 
 
-def _join(module: str, updates: Sequence[FusedUpdate], part: str) -> Tensor:
+def _is_one(updates: Sequence[FusedUpdate]) -> bool:
+    """Whether the updates of all experts of a layer have the same matrices."""
+    first = updates[0]
+    return all(
+        u is first or (torch.equal(u.down, first.down) and torch.equal(u.up, first.up))
+        for u in updates
+    )
+
+
+def _join(updates: Sequence[FusedUpdate], part: str, *, has_one: bool) -> Tensor:
     """The matrices of a layer's module: one, or one of each expert."""
     matrices = [getattr(update, part) for update in updates]
-    return torch.stack(matrices) if _EXPERTS in module else matrices[0]
+    return matrices[0] if has_one else torch.stack(matrices)
 
 
 def _check_place(name: str, weights: DialectWeights) -> None:

@@ -68,8 +68,12 @@ def test_updates_are_those_that_megatron_bridge_computes(saved: Path) -> None:
     torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=1e-3)
 
 
-def test_experts_have_an_adapter_each(bridge: Path, tmp_path: Path) -> None:
-    run(bridge, "save", tmp_path, kind="LoRA", experts=4, peft={"dim": 4, "alpha": 6})
+@pytest.mark.parametrize(("grouped", "loaded"), [(False, 80), (True, 32)])
+def test_experts_have_an_adapter_each_or_share_one(
+    grouped: bool, loaded: int, bridge: Path, tmp_path: Path
+) -> None:
+    options = {"kind": "LoRA", "experts": 4, "grouped": grouped, "peft": {"dim": 4, "alpha": 6}}
+    run(bridge, "save", tmp_path, **options)
     source = open_source(tmp_path / "base")
     updates = read_adapter(tmp_path / "adapter").updates(source.config, None)
     assert len(updates) == 4 * (4 + 3 * 4)
@@ -81,7 +85,7 @@ def test_experts_have_an_adapter_each(bridge: Path, tmp_path: Path) -> None:
     megtool.convert_adapter(tmp_path / "adapter", adapter, to="bridge", base=tmp_path / "base")
     for name in ("base", "logits.pt"):
         (again / name).symlink_to(tmp_path / name)
-    assert "loaded 80 tensors" in run(bridge, "load", again, experts=4)
+    assert f"loaded {loaded} tensors" in run(bridge, "load", again, experts=4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

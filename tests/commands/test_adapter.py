@@ -194,6 +194,32 @@ def test_experts_go_to_megatron_bridge_and_back(case: str, tmp_path: Path) -> No
     assert read_updates(base, tmp_path / "back").keys() == updates.keys()
 
 
+def test_experts_that_share_an_adapter_are_grouped_in_megatron_bridge(tmp_path: Path) -> None:
+    family, _, keys = moe_models.CASES["mixtral"]
+    base, adapter = tmp_path / "base", tmp_path / "peft"
+    tiny_model(family, base, sizes=moe_models.SIZES, **keys)
+    save_adapter(base, adapter, target_modules=["o_proj"], target_parameters=EXPERTS[:1], r=3)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():  # A is [E * r, in], B [out, r * E]
+        if ".experts." in name and ".lora_A." in name:
+            tensors[name] = tensor[:3].repeat(len(tensor) // 3, 1)
+        elif ".experts." in name:
+            tensors[name] = tensor[:, :3].repeat_interleave(tensor.shape[1] // 3, 1)
+    save_file(tensors, path)
+    megtool.convert_adapter(adapter, tmp_path / "bridge", to="bridge", base=base, fsync=False)
+    config = (tmp_path / "bridge/iter_0000000/run_config.yaml").read_text()
+    assert "*.mlp.experts.linear_fc1" in config
+    assert "moe_grouped_gemm: true" in config
+    line = next(w for w in megtool.inspect_adapter(tmp_path / "bridge").weights if "fc1" in w.name)
+    assert line.num_experts is None
+    wanted, ours = read_updates(base, adapter), read_updates(base, tmp_path / "bridge")
+    assert ours.keys() == wanted.keys()
+    for name, update in wanted.items():
+        pair = (u.scale * u.up[:, :] @ u.down[:, :] for u in (ours[name], update))
+        torch.testing.assert_close(*pair, atol=1e-6, rtol=1e-5)
+
+
 def test_names_of_peft_need_a_family(adapter: Path, base: Path, tmp_path: Path) -> None:
     megtool.convert_adapter(adapter, tmp_path / "bridge", to="bridge", base=base)
     plain = tmp_path / "plain"

@@ -93,6 +93,47 @@ def adapted(chunk: Any, adapters: dict[str, Any], options: dict[str, Any]) -> tu
     return model, settings
 
 
+def group_experts(chunk: Any) -> None:
+    """Give every layer megatron-core's `TEGroupedMLP` with the weights of its experts.
+
+    The products of Transformer Engine's `GroupedLinear` are torch's, in a layer of the classes that
+    Megatron-Bridge has adapters for.
+    """
+    from types import SimpleNamespace
+
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    class Grouped:
+        def __init__(self, count: int, inner: int, out: int, *, config: Any, **_: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.config, self.input_size, self.output_size = config, inner, out
+            self.num_gemms = count
+
+        def forward(self, x: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
+            weights = (getattr(self, f"weight{n}") for n in range(self.num_gemms))
+            parts = zip(x.split(counts), weights, strict=True)
+            return torch.cat([torch.nn.functional.linear(*pair) for pair in parts]), None
+
+        def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+            return {}
+
+    column = type("Column", (Grouped, ColumnParallelLinear), {})
+    row = type("Row", (Grouped, RowParallelLinear), {})
+    for layer in chunk.decoder.layers:
+        experts = layer.mlp.experts
+        groups = SimpleNamespace(ep=experts.ep_group, expt_tp=experts.tp_group)
+        parts = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        layer.mlp.experts = TEGroupedMLP(
+            experts.num_local_experts, layer.config, parts, pg_collection=groups
+        )
+        for number, expert in enumerate(experts.local_experts):
+            for name in ("linear_fc1", "linear_fc2"):
+                weight = getattr(expert, name).weight
+                setattr(getattr(layer.mlp.experts, name), f"weight{number}", weight)
+
+
 def logits(model: Any) -> torch.Tensor:
     """What all ranks compute of `TOKENS`, in their order."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, random
@@ -155,6 +196,8 @@ def save(
     WORLD["fill"]({"model": chunk.sharded_state_dict()})
     tp, experts, name = options.get("tp", 1), options.get("experts"), f"iter_{ITERATION:07d}"
     save_tensors(rank, folder / "base" / name, chunk.sharded_state_dict(), tp, experts)
+    if options.get("grouped"):
+        group_experts(chunk)
     model, settings = adapted(chunk, adapters, options)
     for n, (key, parameter) in enumerate(model.named_parameters()):
         if ".adapter." in key:
@@ -185,7 +228,10 @@ def load(
     where = str(folder / f"base/iter_{ITERATION:07d}")
     chunk.load_state_dict(dist_checkpointing.load(base, where)["model"])
     (into,) = (folder / "adapter").glob("iter_*")
-    section = yaml.safe_load((into / "run_config.yaml").read_text())["peft"]
+    settings = yaml.safe_load((into / "run_config.yaml").read_text())
+    if settings["model"].get("moe_grouped_gemm"):
+        group_experts(chunk)
+    section = settings["peft"]
     kind = section.pop("_target_").rpartition(".")[2]
     model, settings = adapted(chunk, adapters, {"kind": kind, "peft": section})
     state = {"model": of_adapters(model.sharded_state_dict(), settings)}
