@@ -29,7 +29,7 @@ from megtool.errors import UnknownFamilyError, listed
 from megtool.options.groups import SourceOptions
 from megtool.reports import Report, Row, Section, Table
 from megtool.reshard.megatron.bridge_files import edit_model, make_bridge_files
-from megtool.reshard.open_source import open_source, parse_iteration
+from megtool.reshard.open_source import WITHOUT_QUANTIZERS, open_source, parse_iteration
 from megtool.reshard.source import CheckpointSource, require_model
 from megtool.reshard.staged_write import WriteOptions
 
@@ -178,6 +178,7 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
         options.base,
         SourceOptions(family=options.family, like=options.like),
         optimizer=False,
+        tensors=WITHOUT_QUANTIZERS,  # weights are not read, so they may be smoothed
     )
     model, config = require_model(base, "an adapter")
     updates = adapter.updates(config, model.family)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool import export, quantize, verify
+from megtool import convert_adapter, export, quantize, verify
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
@@ -189,8 +189,8 @@ def on_rank(rank: int, size: int, model: str, folder: str, data: str, more: dict
 def test_adapters_are_trained_with_the_quantizers(
     llama: Path, data: Path, tmp_path: Path, recipe: str
 ) -> None:
-    """What is saved has the quantizers and merged weights, multiplied by smoothing scales; the
-    adapter is that of the model that was quantized."""
+    """What is saved has the quantizers and merged weights; the adapter is that of the weights in
+    the exported folder, which are divided by `pre_quant_scale`."""
     source = quantized(llama, tmp_path / "source", recipe)
     more = {"qat": "source", "lora_rank": 4, "lr": 1e-2, "eval_split": 0.1}
     report = tune(source, tmp_path / "ref", data, **more, to="hf")
@@ -204,20 +204,24 @@ def test_adapters_are_trained_with_the_quantizers(
     for n, values in want.items():
         near = 1e-6 if n.endswith("_pre_quant_scale") else 0
         assert np.allclose(have[n], values, rtol=near, atol=0), n
-    name = "layers.0.mlp.down"
+    export(source, tmp_path / "exported", to="unified", threads=1)
+    bridge = convert_adapter(saved / "adapter", tmp_path / "bridge", to="bridge", base=source)
+    assert bridge.num_weights == 2 * 7
     weights = load_file(saved / "adapter/adapter_model.safetensors")
-    at = "base_model.model.model.layers.0.mlp.down_proj.lora_"
-    delta = weights[f"{at}B.weight"] @ weights[f"{at}A.weight"] * 2
-    q = read_quantized_megatron(saved).qparams.weights[name]
-    factors = 1 if q.smoothing_scale is None else torch.from_numpy(q.smoothing_scale)
-    merged = canonical(source, name) + delta * factors
-    assert torch.allclose(canonical(saved, name), merged, atol=1e-6)
-    plain = canonical(llama, name) + delta
-    assert torch.allclose(canonical(saved, name) / factors, plain, rtol=2**-7, atol=1e-3)
-    rounded = fake_weight(merged, q)
-    decoded = canonical(Path(str(report.hf)), name) * factors
-    assert (decoded - rounded).abs().max() <= rounded.abs().max() * 2**-4
-    assert torch.isclose(decoded, rounded, rtol=2**-7, atol=0).float().mean() > 0.99
+    for name, peft in (("attn.q", "self_attn.q_proj"), ("mlp.down", "mlp.down_proj")):
+        name = f"layers.0.{name}"
+        at = f"base_model.model.model.layers.0.{peft}.lora_"
+        delta = weights[f"{at}B.weight"] @ weights[f"{at}A.weight"] * 2
+        q = read_quantized_megatron(saved).qparams.weights[name]
+        factors = 1 if q.smoothing_scale is None else torch.from_numpy(q.smoothing_scale)
+        merged = canonical(source, name) + delta * factors
+        assert torch.allclose(canonical(saved, name), merged, atol=1e-6)
+        off = canonical(tmp_path / "exported", name) + delta - merged / factors
+        assert off.norm() < 0.12 * merged.norm(), "the exported weight is rounded, and no more"
+        rounded = fake_weight(merged, q)
+        decoded = canonical(Path(str(report.hf)), name) * factors
+        assert (decoded - rounded).abs().max() <= rounded.abs().max() * 2**-4
+        assert torch.isclose(decoded, rounded, rtol=2**-7, atol=0).float().mean() > 0.99
 
 
 def test_what_cannot_be_trained_with_quantizers_is_refused(

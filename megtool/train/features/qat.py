@@ -5,8 +5,8 @@ gradients are taken at the rounded weights and applied to the original ones (str
 estimator, Bengio et al., 2013), and likewise for rounded inputs. Formats and scales are those of a
 recipe, or of ModelOpt's quantizers in the checkpoint, which are saved again. With LoRA the merged
 weights are rounded, as in modelopt 0.47, torch/quantization/plugins/peft.py (`_QuantLoraLinear`).
-There A multiplies inputs that are divided by smoothing scales already; here it is that of the
-weights before smoothing, so that the adapter is one of the model that was quantized.
+There A multiplies inputs that are divided by smoothing scales already; here it multiplies a layer's
+inputs before that, as PEFT and engines apply adapters, so that it is one of the exported folder.
 """
 
 from __future__ import annotations
