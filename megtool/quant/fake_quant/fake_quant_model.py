@@ -238,7 +238,7 @@ class FakeQuantModel:
     def fake_quantize_layer(self, layer: int | None) -> dict[str, Tensor]:
         """The parameters of a layer with fake-quantized weights; the decoder must have its own."""
         modules = self._modules[layer]
-        weight_qparams = dict(self._weights) | self._share_stored_scales(layer)
+        weight_qparams = dict(self._weights) | self._share_scales(layer)
         fused_scales = self._fused_scales(layer, weight_qparams)
         out = {
             name: self._decoder.get_parameter(name).detach().clone()
@@ -281,21 +281,24 @@ class FakeQuantModel:
         amax = np.float32(tensor_amax(self._views.read(module), params))
         return float(amax / np.float32(E4M3_LARGEST))
 
-    def _share_stored_scales(self, layer: int | None) -> dict[str, WeightQParams]:
-        """The parameters of a layer's modules that are stored in one tensor with one scale: the
-        largest."""
+    def _share_scales(self, layer: int | None) -> dict[str, WeightQParams]:
+        """The parameters of a layer's FP8 modules that get the largest of their scales when they
+        are written: those stored in one tensor, and those that run as one layer and have the amax
+        of their weights."""
         out: dict[str, WeightQParams] = {}
-        for site, names in self._stored_groups:
-            members = [
-                t
-                for m in names
-                if site == layer and m in self._views.parts
-                if (t := self._weights.get(m)) is not None and t.format.algo == "FP8"
-            ]
-            if len(members) > 1:
-                amaxes = [tensor_amax(self._views.read(t.module), t) for t in members]
-                shared = np.asarray(max(amaxes), np.float32)
-                out |= {t.module: replace(t, amax=shared) for t in members}
+        for groups, shares_given in ((self._stored_groups, True), (self._fused_groups, False)):
+            for site, names in groups:
+                members = [
+                    out.get(m, t)
+                    for m in names
+                    if site == layer and m in self._views.parts
+                    if (t := self._weights.get(m)) is not None and t.format.algo == "FP8"
+                    if shares_given or t.amax is None
+                ]
+                if len(members) > 1:
+                    amaxes = [tensor_amax(self._views.read(t.module), t) for t in members]
+                    shared = np.asarray(max(amaxes), np.float32)
+                    out |= {t.module: replace(t, amax=shared) for t in members}
         return out
 
     def weight(self, module: str) -> Tensor | None:

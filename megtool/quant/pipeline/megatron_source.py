@@ -7,6 +7,7 @@ their quantizers (see `megatron_target`, and `modelopt_state.quantizers` for the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +57,7 @@ from megtool.quant.pipeline.megatron_target import (
 from megtool.quant.qparams import Floats, KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import RecipeFormat, packing_of
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.modules import ModuleInfo, list_modules
+from megtool.quant.recipes.modules import ModuleInfo, find_fused_name, list_modules
 from megtool.quant.solve_qparams import KV_AMAX_OF_UNIT_SCALE
 from megtool.reshard.fp8_state.modelopt_amax import is_quantizer_buffer
 from megtool.reshard.megatron.extra_state_names import SUFFIX
@@ -296,17 +297,22 @@ class _Reader:
     def _of_whole_weights(
         self, module: MegatronModule, plain: Mapping[str, WeightQParams], amax: float, fixed: bool
     ) -> dict[str, Floats | None]:
-        """One amax for a module: of each of its weights, if it is the largest of theirs."""
+        """One amax for a module: of each weight, or of those that run as one layer, if it is the
+        largest of theirs."""
         names = [*plain]
         values = [amax] * len(names)
-        if len(names) > 1 and not fixed:
+        layers = [find_fused_name(part.decision.module) for part in module.parts]
+        if len(set(layers)) > 1 and not fixed:
             own = find_amaxes(
                 self._source.catalogue,
                 self._weights(module, plain),
                 Files(),
                 threads=self._threads,
             )
-            values = own if max(own) == amax else values
+            largest: dict[str, float] = defaultdict(float)
+            for layer, value in zip(layers, own, strict=True):
+                largest[layer] = max(largest[layer], value)
+            values = [largest[n] for n in layers] if max(own) == amax else values
         return {n: np.asarray(v, np.float32) for n, v in zip(names, values, strict=True)}
 
     def _of_blocks(

@@ -271,24 +271,27 @@ def find_shared_amaxes(
         threads=threads,
         progress=lambda n: progress("scan", n, total),
     )
-    group_amaxes: dict[tuple[str, str], float] = defaultdict(float)
-    stored_as = {p.qparams.module: stored.name for stored in modules for p in stored.weights}
-
-    def key(p: StoredWeight) -> tuple[str, str]:
-        # Fused weights share the global scale of two-level formats; in FP8 engines merge scales.
-        algo = p.qparams.format.algo
-        alone = algo == "FP8"
-        return stored_as[p.qparams.module] if alone else find_fused_name(p.decision.module), algo
-
-    for p, amax in zip(unknown, amaxes, strict=True):
-        group_amaxes[key(p)] = max(group_amaxes[key(p)], amax)
     for p in weights:
-        if needs_amax(p.qparams):
-            p.amax = group_amaxes[key(p)]
-        elif p.qparams.format.algo == "FP8" and p.qparams.amax is not None:
+        p.amax = p.qparams.global_amax
+    for p, amax in zip(unknown, amaxes, strict=True):
+        p.amax = amax
+    of_tensor = [p for p in weights if p.qparams.format.algo == "FP8"]  # one scale per tensor
+    for p in of_tensor:
+        if p.qparams.amax is not None:
             p.amax = float(p.qparams.amax.max())
-        else:
-            p.amax = p.qparams.global_amax
+    stored_as = {p.qparams.module: stored.name for stored in modules for p in stored.weights}
+    _take_largest(of_tensor, lambda p: stored_as[p.qparams.module])
+    # Engines that run FP8 weights as one would else round all but one of them once more.
+    _take_largest(unknown, lambda p: (p.qparams.format.algo, find_fused_name(p.decision.module)))
+
+
+def _take_largest(weights: Sequence[StoredWeight], key: Callable[[StoredWeight], object]) -> None:
+    """Give weights with the same key the largest of their amaxes."""
+    largest: dict[object, float] = defaultdict(float)
+    for p in weights:
+        largest[key(p)] = max(largest[key(p)], p.amax)
+    for p in weights:
+        p.amax = largest[key(p)]
 
 
 def _plan(

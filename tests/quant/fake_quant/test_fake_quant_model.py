@@ -79,13 +79,14 @@ def in_transformers(folder: Path, settlement: QParams) -> Tensor:
     }
     for name, t in settlement.weights.items():
         linear = linear_of(name)
-        weight = fake_weight(linear.weight.data, t, as_run=True)
         parent, _, last = name.rpartition(".")
         siblings = next((f for f in ("qkv", ("gate", "up")) if last in f), (last,))
-        largest = max(amaxes.get(f"{parent}.{s}", amaxes[name]) for s in siblings)
-        if t.format.algo == "FP8" and largest > amaxes[name]:  # engines give all of them one scale
-            codes = (weight / (largest / 448)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        if t.format.algo == "FP8":  # engines give all of them one scale
+            largest = max(amaxes.get(f"{parent}.{s}", amaxes[name]) for s in siblings)
+            codes = (linear.weight.data / (largest / 448)).clamp(-448, 448).to(torch.float8_e4m3fn)
             weight = codes.float() * (largest / 448)
+        else:
+            weight = fake_weight(linear.weight.data, t, as_run=True)
         if t.branch is not None:
             branch = torch.from_numpy(t.branch.up @ t.branch.down / t.smoothing_scale)
             weight = weight - branch

@@ -92,6 +92,20 @@ def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe
     assert not staging_folders(tmp_path)
 
 
+def test_fp8_weights_of_one_layer_have_its_scale(source: Path, tmp_path: Path) -> None:
+    """Engines that find several round all weights but one again."""
+    write_quantized(source, tmp_path / "out", "fp8")
+    original, raw = canonical_values(source), stored_tensors(tmp_path / "out")
+    layer = "model.layers.0"
+    for names in (("attn.q", "attn.k", "attn.v"), ("attn.o",), ("mlp.gate", "mlp.up")):
+        top = max(np.abs(original[f"layers.0.{n}.weight"]).max() for n in names)
+        for name in names:
+            part, last = name.split(".")
+            stored = f"{layer}.{'self_attn' if part == 'attn' else part}.{last}_proj.weight_scale"
+            (scale,) = np.frombuffer(raw[stored][2], "<f4")
+            assert scale == pytest.approx(top / 448, rel=1e-6), stored
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "int4_weight_only", "nvfp4"])
 def test_any_layout_of_the_source_gives_the_same_bytes(
     source: Path, tmp_path: Path, recipe: str
