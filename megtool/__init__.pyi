@@ -60,7 +60,7 @@ def clean(
 def convert_adapter(
     source: str | Path,
     destination: str | Path,
-    to: Literal["peft", "bridge"],
+    to: Literal["peft", "bridge", "modelopt"],
     base: str | Path,
     *,
     iteration: str | None = ...,

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.adapters.bridge_writer import BridgeAdapter
 from megtool.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from megtool.adapters.peft_writer import PeftAdapter
 from megtool.checkpoint.formats.safetensors import place_tensors
@@ -42,12 +41,12 @@ def plan_peft_files(adapter: PeftAdapter) -> list[AdapterFile]:
     ]
 
 
-def plan_bridge_files(
-    adapter: BridgeAdapter, small_files: Mapping[str, bytes], iteration: int
+def plan_megatron_files(
+    adapter_tensors: Mapping[str, Tensor], small_files: Mapping[str, bytes], iteration: int
 ) -> list[AdapterFile]:
-    """A save folder with one iteration; `small_files` are those beside its data, run_config.yaml
-    with the adapter's section among them."""
-    tensors = _global_tensors(adapter.tensors)
+    """A save folder with one iteration; `small_files` are those beside its data: run_config.yaml
+    with the adapter's section, or ModelOpt's state."""
+    tensors = _global_tensors(adapter_tensors)
     num_dims = widest(tensors)
     shards = Shards.build(
         [(row, [0] * len(t.shape), t.shape, 0) for row, t in enumerate(tensors)], num_dims
@@ -67,7 +66,7 @@ def plan_bridge_files(
         parts[file].append((offset, data))
     located = catalogue.locate(np.arange(len(catalogue.shards)))
     for row, number in enumerate(catalogue.shards.tensor.tolist()):
-        tensor = adapter.tensors[catalogue.tensors[number].name]
+        tensor = adapter_tensors[catalogue.tensors[number].name]
         parts[int(catalogue.extents.file[row])].append((int(located.offset[row]), tensor))
     return [
         *(

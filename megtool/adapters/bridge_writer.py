@@ -8,8 +8,6 @@ have the same update share one adapter, `[rank, in]` and `[out, rank]`, as group
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.adapters.fuse import FusedUpdate, fuse, group_updates
-from megtool.adapters.weight_slices import DialectWeights
+from megtool.adapters.fuse import EXPERTS, FusedUpdate, fuse_layers
 from megtool.checkpoint.transport.weight_update import WeightUpdate
 from megtool.convert.families import Family
-from megtool.errors import MappingError
 from megtool.model_config import ModelConfig
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
-_EXPERTS = ".experts.experts."
-"""In the names of stored weights that have those of all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +49,9 @@ def make_bridge_adapter(
     Raises:
         MappingError: a weight is none of a linear layer in Megatron's decoder.
     """
-    weights = DialectWeights(config, family, "megatron")
-    for name in updates:
-        _check_place(name, weights)
-    grouped = group_updates(updates, weights.slice_of)
-    fused = {place: fuse(parts) for place, parts in grouped.items()}
-    rank = max(update.rank for update in fused.values())
-    scale = Counter(update.scale for update in fused.values()).most_common(1)[0][0]
-    modules = sorted({_split(stored)[1] for stored, _ in fused})
-    layers: dict[str, dict[int, list[FusedUpdate]]] = {module: {} for module in modules}
-    for stored in weights.stored:
-        if (match := _LAYER.fullmatch(stored)) and match[2] in layers:
-            zeros = _zeros(weights, stored, rank, scale, next(iter(fused.values())))
-            experts = dict.fromkeys(part.expert for part in weights.slices(stored))
-            layers[match[2]][int(match[1])] = [
-                fused.get((stored, expert), zeros).with_scale(scale).with_rank(rank)
-                for expert in experts
-            ]
-    experts_in = [module for module in modules if _EXPERTS in module]
+    fused = fuse_layers(updates, config, family, program="Megatron-Bridge")
+    layers, rank, scale = fused.modules, fused.rank, fused.scale
+    experts_in = [module for module in layers if EXPERTS in module]
     is_shared = all(_is_one(layer) for module in experts_in for layer in layers[module].values())
     tensors: dict[str, Tensor] = {}
     for module, of_layers in layers.items():
@@ -93,7 +70,7 @@ def make_bridge_adapter(
         section={
             "_target_": "megatron.bridge.peft.lora.LoRA",
             "target_modules": sorted(
-                f"*.{module.replace(_EXPERTS, experts_name)}" for module in modules
+                f"*.{module.replace(EXPERTS, experts_name)}" for module in layers
             ),
             "dim": rank,
             "alpha": round(alpha) if round(alpha) / rank == scale else alpha,
@@ -103,12 +80,7 @@ def make_bridge_adapter(
             "lora_B_init_method": "zero",
         },
         model={"moe_grouped_gemm": is_shared} if experts_in else {},
-        rounded=tuple(
-            f"decoder.layers.{n}.{module}"
-            for module, of_layers in layers.items()
-            for n, of_layer in of_layers.items()
-            if not all(update.is_exact for update in of_layer)
-        ),
+        rounded=fused.rounded,
     )
 
 
@@ -125,43 +97,3 @@ def _join(updates: Sequence[FusedUpdate], part: str, *, has_one: bool) -> Tensor
     """The matrices of a layer's module: one, or one of each expert."""
     matrices = [getattr(update, part) for update in updates]
     return matrices[0] if has_one else torch.stack(matrices)
-
-
-def _check_place(name: str, weights: DialectWeights) -> None:
-    """Refuse a weight that Megatron-Bridge has no adapter for.
-
-    Raises:
-        MappingError: it has none.
-    """
-    stored = weights.slice_of(name).stored
-    if _LAYER.fullmatch(stored) is None:
-        reason = "Megatron-Bridge has adapters in layers only"
-    elif not stored.rpartition(".weight")[0].rpartition(".")[2].startswith("linear_"):
-        reason = "Megatron-Bridge stores the rows of its parts in another way"
-    else:
-        return
-    raise MappingError(
-        f"the adapter changes {name!r}: {reason}",
-        tensor=name,
-        hint="megtool reshard --adapter merges it",
-        error_id="unsupported-adapter",
-    )
-
-
-def _split(stored: str) -> tuple[int, str]:
-    match = _LAYER.fullmatch(stored)
-    if match is None:
-        raise MappingError(f"{stored} is no weight of a layer", tensor=stored)
-    return int(match[1]), match[2]
-
-
-def _zeros(
-    weights: DialectWeights, stored: str, rank: int, scale: float, like: FusedUpdate
-) -> FusedUpdate:
-    """The update of a weight that the adapter does not change."""
-    part = weights.slices(stored)[0]
-    return FusedUpdate(
-        down=like.down.new_zeros(rank, part.num_columns),
-        up=like.up.new_zeros(part.num_rows, rank),
-        scale=scale,
-    )

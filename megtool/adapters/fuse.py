@@ -7,14 +7,24 @@ the rank is the sum of theirs. Both are exactly the same function.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megtool.adapters.weight_slices import MatrixSlice
+from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
 from megtool.checkpoint.transport.weight_update import WeightUpdate
+from megtool.convert.families import Family
+from megtool.errors import MappingError
+from megtool.model_config import ModelConfig
+
+EXPERTS = ".experts.experts."
+"""In the names of stored weights that have those of all experts."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,3 +154,93 @@ def _times(tensor: Tensor, factor: float) -> tuple[Tensor, bool]:
     product = tensor.double() * factor
     out = product.to(tensor.dtype)
     return out, torch.equal(out.double(), product)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerUpdates:
+    """What is added to Megatron's layers, which all have the same modules, rank and scale.
+
+    `modules` has for each module (`mlp.linear_fc1`) and layer the update, or that of each expert.
+    """
+
+    modules: Mapping[str, Mapping[int, Sequence[FusedUpdate]]]
+    rank: int
+    scale: float
+
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """The modules of which elements were rounded, because scales differ."""
+        return tuple(
+            f"decoder.layers.{n}.{module}"
+            for module, of_layers in self.modules.items()
+            for n, of_layer in of_layers.items()
+            if not all(update.is_exact for update in of_layer)
+        )
+
+
+def fuse_layers(
+    updates: Mapping[str, WeightUpdate],
+    config: ModelConfig,
+    family: Family | None,
+    *,
+    program: str,
+) -> LayerUpdates:
+    """Updates of canonical weights as those of Megatron's layers, for a `program` that reads them.
+
+    Layers and modules without an update get zeros, smaller ranks rows of zeros, and the rest of a
+    scale is in `up`.
+
+    Raises:
+        MappingError: a weight is none of a linear layer in Megatron's decoder.
+    """
+    weights = DialectWeights(config, family, "megatron")
+    for name in updates:
+        _check_place(name, weights, program)
+    grouped = group_updates(updates, weights.slice_of)
+    fused = {place: fuse(parts) for place, parts in grouped.items()}
+    rank = max(update.rank for update in fused.values())
+    scale = Counter(update.scale for update in fused.values()).most_common(1)[0][0]
+    modules = sorted({match[2] for stored, _ in fused if (match := _LAYER.fullmatch(stored))})
+    layers: dict[str, dict[int, list[FusedUpdate]]] = {module: {} for module in modules}
+    for stored in weights.stored:
+        if (match := _LAYER.fullmatch(stored)) and match[2] in layers:
+            zeros = _zeros(weights, stored, rank, scale, next(iter(fused.values())))
+            experts = dict.fromkeys(part.expert for part in weights.slices(stored))
+            layers[match[2]][int(match[1])] = [
+                fused.get((stored, expert), zeros).with_scale(scale).with_rank(rank)
+                for expert in experts
+            ]
+    return LayerUpdates(modules=layers, rank=rank, scale=scale)
+
+
+def _check_place(name: str, weights: DialectWeights, program: str) -> None:
+    """Refuse a weight that a program has no adapter for.
+
+    Raises:
+        MappingError: it has none.
+    """
+    stored = weights.slice_of(name).stored
+    if _LAYER.fullmatch(stored) is None:
+        reason = f"{program} has adapters in layers only"
+    elif not stored.rpartition(".weight")[0].rpartition(".")[2].startswith("linear_"):
+        reason = f"{program} stores the rows of its parts in another way"
+    else:
+        return
+    raise MappingError(
+        f"the adapter changes {name!r}: {reason}",
+        tensor=name,
+        hint="megtool reshard --adapter merges it",
+        error_id="unsupported-adapter",
+    )
+
+
+def _zeros(
+    weights: DialectWeights, stored: str, rank: int, scale: float, like: FusedUpdate
+) -> FusedUpdate:
+    """The update of a weight that the adapter does not change."""
+    part = weights.slices(stored)[0]
+    return FusedUpdate(
+        down=like.down.new_zeros(rank, part.num_columns),
+        up=like.up.new_zeros(part.num_rows, rank),
+        scale=scale,
+    )

@@ -11,12 +11,13 @@ from typing import Any
 
 from megtool.adapters.adapter_files import (
     AdapterFile,
-    plan_bridge_files,
+    plan_megatron_files,
     plan_peft_files,
     write_files,
 )
 from megtool.adapters.bridge import CONFIG_FILE
 from megtool.adapters.bridge_writer import make_bridge_adapter
+from megtool.adapters.modelopt_writer import make_modelopt_adapter
 from megtool.adapters.peft_writer import PeftNames, make_peft_adapter
 from megtool.adapters.read import read_adapter
 from megtool.adapters.stored_adapter import AdaptedWeight, StoredAdapter
@@ -27,6 +28,7 @@ from megtool.config import ParallelConfig
 from megtool.console import format_bytes, several
 from megtool.errors import UnknownFamilyError, listed
 from megtool.options.groups import SourceOptions
+from megtool.quant.modelopt_state.quantizers import make_mode_files
 from megtool.reports import Report, Row, Section, Table
 from megtool.reshard.megatron.bridge_files import edit_model, make_bridge_files
 from megtool.reshard.open_source import WITHOUT_QUANTIZERS, open_source, parse_iteration
@@ -186,8 +188,13 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
         update.check_finite()
     if options.to == "peft":
         planned, ranks, rounded = _plan_peft(adapter, updates, base, str(options.base))
-    else:
+    elif options.to == "bridge":
         planned, ranks, rounded = _plan_bridge(adapter, updates, base, options.base)
+    else:
+        out = make_modelopt_adapter(updates, config, model.family)
+        small = make_mode_files("peft", out.mode)
+        planned = plan_megatron_files(out.tensors, small, _ITERATION)
+        ranks, rounded = [out.rank], out.rounded
     write = WriteOptions(overwrite=options.overwrite, fsync=options.fsync)
     stage = write.make_stage(
         options.destination,
@@ -259,7 +266,8 @@ def _plan_bridge(
     )
     run_config = edit_model(small[CONFIG_FILE], out.model)
     small[CONFIG_FILE] = _with_adapter(run_config, out.section, str(path))
-    return plan_bridge_files(out, small, _ITERATION), [out.section["dim"]], out.rounded
+    planned = plan_megatron_files(out.tensors, small, _ITERATION)
+    return planned, [out.section["dim"]], out.rounded
 
 
 def _with_adapter(run_config: bytes, section: Mapping[str, Any], base: str) -> bytes:

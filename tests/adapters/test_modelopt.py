@@ -58,6 +58,12 @@ def saved(
         "layout": {"tp": request.param},
         "lora": CONFIG,
     }
+    run_modelopt(options)
+    logits = torch.load(folder / "dump.pt").get("logits")
+    return {"base": base, "adapter": folder / "adapter", "logits": logits}
+
+
+def run_modelopt(options: dict[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, str(PEERS / "modelopt_world.py"), json.dumps(options)],
         capture_output=True,
@@ -67,8 +73,6 @@ def saved(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    logits = torch.load(folder / "dump.pt").get("logits")
-    return {"base": base, "adapter": folder / "adapter", "logits": logits}
 
 
 def test_updates_are_those_that_modelopt_computes(saved: dict[str, Any]) -> None:
@@ -107,6 +111,27 @@ def test_it_becomes_an_adapter_of_peft(saved: dict[str, Any], tmp_path: Path) ->
         assert update.scale == wanted[name].scale
         for factor in ("up", "down"):
             assert torch.equal(getattr(update, factor)[:], getattr(wanted[name], factor)[:])
+
+
+def test_modelopt_loads_what_became_of_an_adapter_of_peft(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    """By way of PEFT: ranks and scales that differ between modules become one."""
+    base = saved["base"]
+    megtool.convert_adapter(saved["adapter"], tmp_path / "peft", to="peft", base=base)
+    megtool.convert_adapter(tmp_path / "peft", tmp_path / "out", to="modelopt", base=base)
+    adapter = read_adapter(tmp_path / "out")
+    assert {(w.rank, w.scale) for w in adapter.weights} == {(8, 1.5)}
+    if saved["logits"] is not None:
+        options = {
+            "load": str(saved["adapter"].parent / "megatron/release"),
+            "adapter": str(tmp_path / "out/iter_0000000"),
+            "dump": str(tmp_path / "dump.pt"),
+            "dtype": "float32",
+        }
+        run_modelopt(options)
+        ours = torch.load(tmp_path / "dump.pt")["logits"]
+        torch.testing.assert_close(ours, saved["logits"], atol=1e-4, rtol=1e-4)
 
 
 def test_a_missing_state_is_refused(saved: dict[str, Any]) -> None:

@@ -129,7 +129,7 @@ def test_a_dry_run_writes_nothing(
     adapter: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["adapter", "convert", str(adapter), str(tmp_path / "out"), "--base", str(base)]
-    for to in ("peft", "bridge"):
+    for to in ("peft", "bridge", "modelopt"):
         assert main([*words, "--to", to, "--dry-run", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["is_dry"] is True
@@ -211,6 +211,9 @@ def test_experts_that_share_an_adapter_are_grouped_in_megatron_bridge(tmp_path: 
     config = (tmp_path / "bridge/iter_0000000/run_config.yaml").read_text()
     assert "*.mlp.experts.linear_fc1" in config
     assert "moe_grouped_gemm: true" in config
+    with pytest.raises(MappingError) as e:
+        megtool.convert_adapter(adapter, tmp_path / "x", to="modelopt", base=base)
+    assert e.value.id == "unsupported-adapter"
     line = next(w for w in megtool.inspect_adapter(tmp_path / "bridge").weights if "fc1" in w.name)
     assert line.num_experts is None
     wanted, ours = read_updates(base, adapter), read_updates(base, tmp_path / "bridge")
@@ -235,7 +238,7 @@ def test_names_of_peft_need_a_family(adapter: Path, base: Path, tmp_path: Path) 
     assert read_adapter(tmp_path / "x").form == "peft"
 
 
-@pytest.mark.parametrize("to", ["peft", "bridge"])
+@pytest.mark.parametrize("to", ["peft", "bridge", "modelopt"])
 def test_an_adapter_in_a_store(to: str, adapter: Path, base: Path) -> None:
     place = f"memory://adapters/{secrets.token_hex(4)}"
     megtool.convert_adapter(adapter, place, to=to, base=base)

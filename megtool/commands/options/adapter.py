@@ -40,8 +40,10 @@ class ConvertAdapterOptions(SourceOptions, OutputOptions):
     destination: Path = argument(
         "The folder to write; it appears when complete.", "DST", is_written=True
     )
-    to: Literal["peft", "bridge"] = option(
-        OUTPUT, "The format: that of PEFT or of Megatron-Bridge.", REQUIRED
+    to: Literal["peft", "bridge", "modelopt"] = option(
+        OUTPUT,
+        "The format: that of PEFT, Megatron-Bridge or ModelOpt's LoRA for Megatron.",
+        REQUIRED,
     )
     base: Path = option(
         INPUT,

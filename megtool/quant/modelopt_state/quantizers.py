@@ -324,11 +324,14 @@ VERSION = "0.47.0"
 
 
 def make_state_files(quantizers: Mapping[str, Sequence[Quantizer]]) -> dict[str, bytes]:
-    """The folder `modelopt_state/` of an iteration, a checkpoint that has a common state alone."""
-    state = {
-        "modelopt_state_dict": [("quantize", _make_mode(quantizers))],
-        "modelopt_version": VERSION,
-    }
+    """The folder `modelopt_state/` of an iteration with quantizers."""
+    return make_mode_files("quantize", _make_mode(quantizers))
+
+
+def make_mode_files(name: str, mode: Mapping[str, Any]) -> dict[str, bytes]:
+    """The folder `modelopt_state/` of a model in one of ModelOpt's modes: a checkpoint that has a
+    common state alone."""
+    state = {"modelopt_state_dict": [(name, dict(mode))], "modelopt_version": VERSION}
     config = (
         b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
         b'"common_backend": "torch", "common_backend_version": 1}'

@@ -3,10 +3,11 @@
     python modelopt_world.py OPTIONS-AS-JSON
 
 `restore` is a folder that ModelOpt restores (`restore_sharded_modelopt_state`) and Megatron loads;
-`quantize` names a configuration of ModelOpt's, `lora` is one of its adapters, and `load` the folder
-of the model's weights. `save` is the folder that ModelOpt and Megatron save to. Rank 0 writes what
-quantizers have to `dump`, as a file of torch: `{module.buffer: tensor}` of this rank, each weight
-as it is fake-quantized (`module.fake`), and what the model computes (`logits`).
+`quantize` names a configuration of ModelOpt's, `lora` is one of its adapters, `adapter` a folder
+with one alone, and `load` the folder of the model's weights. `save` is the folder that ModelOpt and
+Megatron save to. Rank 0 writes what quantizers have to `dump`, as a file of torch:
+`{module.buffer: tensor}` of this rank, each weight as it is fake-quantized (`module.fake`), and
+what the model computes (`logits`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ def prepare(model: Any, options: dict[str, Any]) -> None:
         return
     if "load" in options:
         load(model, options["load"])
+    if "adapter" in options:
+        restore_sharded_modelopt_state([model], options["adapter"])
+        load_adapter(model, options["adapter"])
+        return
     if "lora" in options:
         add_lora(model, options["lora"])
         return
@@ -88,6 +93,18 @@ def add_lora(model: Any, config: dict[str, Any]) -> None:
             generator = torch.Generator().manual_seed(number)
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def load_adapter(model: Any, folder: str) -> None:
+    """Megatron's own load of the matrices of adapters alone."""
+    from megatron.core import dist_checkpointing
+
+    whole = model.sharded_state_dict()
+    state = {n: t for n, t in whole.items() if ".lora_" in n and n.endswith(".weight")}
+    loaded = dist_checkpointing.load({"model": state}, folder)["model"]
+    missing, _ = model.load_state_dict(loaded, strict=False)
+    if not state or [n for n in missing if ".lora_" in n and n.endswith(".weight")]:
+        raise AssertionError(missing)
 
 
 def load(model: Any, folder: str) -> None:

@@ -99,7 +99,7 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
     assert found["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].abs().max() > 0
 
 
-@pytest.mark.parametrize("algo", ["MXFP4", "FP8"])
+@pytest.mark.parametrize("algo", ["MXFP4", pytest.param("FP8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["llama", "moe"])
 def test_adapters_are_trained_in_rounded_merged_weights(model, algo, request) -> None:
     """As ModelOpt's `_QuantLoraLinear`: the loss is that of the merged model, rounded, and the
