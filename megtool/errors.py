@@ -226,6 +226,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "unsupported-quantization": "the codes of the weights are not decoded",
         "foreign-optimizer": "master weights of the optimizer are not the weights of the model",
         "nan-weights": "weights are NaN or Inf where a number format has neither",
+        "nan-scales": "scales of quantized weights are NaN or Inf, or make the weights so",
         "no-tokenizer": "there is no tokenizer",
     },
     StorageError: {

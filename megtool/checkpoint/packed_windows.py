@@ -13,7 +13,8 @@ from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.transport.strided import Buffers
 from megtool.checkpoint.transport.tile import TileIO
 from megtool.dtypes import dtype
-from megtool.number_formats.decode import ZEROS
+from megtool.errors import FormatError
+from megtool.number_formats.decode import ZEROS, check_finite
 from megtool.number_formats.int4 import unpacked_zeros
 from megtool.number_formats.packed_parts import Index, PackedPart
 from megtool.tensors.box import Boxes
@@ -55,6 +56,7 @@ def read_windows(reader: CheckpointReader, stored: str, lo: Index, hi: Index) ->
     """Read the parts of a packed tensor for one box.
 
     Raises:
+        FormatError: a scale or zero point is NaN or infinite.
         StorageError: a file cannot be read.
     """
     catalogue, number = reader.catalogue, reader.catalogue.index[stored]
@@ -80,4 +82,9 @@ def read_windows(reader: CheckpointReader, stored: str, lo: Index, hi: Index) ->
             values, part = unpacked_zeros(values, part, lo, hi)
         windows[part.role] = values
         parts.append(replace(part))
+    try:
+        check_finite(parts, windows)
+    except FormatError as e:
+        e.file, e.tensor = str(view.file_views[0].paths[0]), stored
+        raise
     return PackedWindows(packing=view.packing, parts=tuple(parts), windows=windows, lo=lo, hi=hi)

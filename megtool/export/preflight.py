@@ -9,7 +9,7 @@ from megtool.checkpoint.plan import ReshardPlan
 from megtool.errors import MappingError, listed
 from megtool.lint.context import read_context
 from megtool.lint.engines import EngineTarget
-from megtool.lint.folder_view import FolderView, open_folder, plan_folder
+from megtool.lint.folder_view import KV_CACHE_SCALES, FolderView, open_folder, plan_folder
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.lint.scale_rules import MAX_ELEMENTS
 from megtool.lint.scale_sanity import SCALE_NAMES, check_values
@@ -60,18 +60,41 @@ def view_planned_folder(plan: ReshardPlan, path: Path) -> FolderView:
     return plan_folder(path, plan.target.catalogue, plan.target.iter_small_files())
 
 
+def check_source_scales(source: Path) -> None:
+    """Refuse a quantized folder whose scales are wrong for every engine, those of inputs too.
+
+    Raises:
+        MappingError: a scale is zero, NaN, infinite, negative or beyond all weights.
+    """
+    for message, modules in _wrong_scales(source, are_inputs_read=True).items():
+        raise MappingError(
+            f"no engine reads right: {message}: {listed(modules)}",
+            file=source,
+            tensor=modules[0],
+            hint="megtool lint lists all that is wrong; quantize it again",
+            error_id="unsupported-by-engine",
+        )
+
+
 def find_wrong_scales(source: Path) -> Iterator[str]:
     """Scales of a quantized folder that make its decoded weights wrong."""
+    for message, modules in _wrong_scales(source, are_inputs_read=False).items():
+        yield f"{message}, and so are the decoded weights: {listed(modules)}"
+
+
+def _wrong_scales(source: Path, *, are_inputs_read: bool) -> dict[str, list[str]]:
+    """What is wrong with scales of weights (and of inputs and KV caches), with their modules."""
+    modules_by_message: dict[str, list[str]] = {}
     with open_folder(source) as folder:
-        modules_by_message: dict[str, list[str]] = {}
         for module, tensors in folder.modules.items():
             for last, t in tensors.items():
-                if last.startswith("input") or last not in SCALE_NAMES:
+                is_weights = last in SCALE_NAMES and not last.startswith("input")
+                is_read = are_inputs_read and last in (*SCALE_NAMES, *KV_CACHE_SCALES)
+                if not (is_weights or is_read):
                     continue
                 if numel(t.shape) > MAX_ELEMENTS:
                     continue
                 for finding in check_values(module, last, t, folder.read_statistics(t)):
                     if finding.severity == "error":
                         modules_by_message.setdefault(finding.message, []).append(module)
-    for message, modules in modules_by_message.items():
-        yield f"{message}, and so are the decoded weights: {listed(modules)}"
+    return modules_by_message

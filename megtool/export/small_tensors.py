@@ -60,7 +60,7 @@ def reciprocal(values: Floats) -> Floats:
 
     Two reciprocals may differ from the first number in its last bit, three equal one.
     """
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         return np.asarray(np.float32(1) / np.asarray(values, np.float32), np.float32)
 
 

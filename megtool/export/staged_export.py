@@ -14,6 +14,7 @@ from megtool.checkpoint.plan import ReshardPlan
 from megtool.checkpoint.stage import CheckpointStage
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
+from megtool.errors import FormatError
 from megtool.export.report import ExportReport
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.staged_write import write_staged, written_files
@@ -80,16 +81,20 @@ class PlannedExport:
                 threads=execution.threads,
             )
 
-        copied = write_staged(
-            self.plan,
-            stage,
-            execution,
-            verb="export",
-            progress=progress,
-            expected=self.expected,
-            finish=finish,
-            overflow_hint=self.overflow_hint,
-        )
+        try:
+            copied = write_staged(
+                self.plan,
+                stage,
+                execution,
+                verb="export",
+                progress=progress,
+                expected=self.expected,
+                finish=finish,
+                overflow_hint=self.overflow_hint,
+            )
+        except FormatError as e:  # numbers that are encoded may come from several files
+            e.file = e.file or self.report.source
+            raise
         return replace(
             report,
             warnings=(*report.warnings, *stage.messages),

@@ -150,7 +150,7 @@ class FolderView:
             negative=negative,
             smallest=smallest if largest else 0.0,
             largest=largest,
-            median=float(np.median(sample)) if sample.size else 0.0,
+            median=float(np.median(sample.astype(np.float64))) if sample.size else 0.0,
             num_smallest=num_smallest,
             first=first,
         )

@@ -32,7 +32,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 _LEAST = _TINY / 512
 """No exporter makes smaller scales: FP8's is at least the smallest normal float32 over 448."""
 
-_MOST = 65504.0
+LARGEST_SCALE = 65504.0
 """Weights and inputs under a larger scale overflow float16, and soon float32."""
 
 _MULTIPLIERS = ("weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale")
@@ -70,7 +70,7 @@ def check_values(
 def _check_range(
     module: str, last: str, tensor: StoredTensor, s: ScaleStatistics
 ) -> Iterator[Finding]:
-    if last in (*_MULTIPLIERS, *KV_CACHE_SCALES) and s.largest > _MOST:
+    if last in (*_MULTIPLIERS, *KV_CACHE_SCALES) and s.largest > LARGEST_SCALE:
         yield error(
             "scale-overflow",
             module,

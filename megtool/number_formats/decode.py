@@ -32,6 +32,10 @@ ROLES = (CODES, ZEROS, SCALE, SCALE_2, DIVISOR, *LOW_RANK, COLUMNS)
 it multiplies the codes; the product of `low_rank_up` `[out, rank]` and `low_rank_down` `[rank, in]`
 is added (SVDQuant); `columns` multiplies what comes of it."""
 
+_MULTIPLIERS = (ZEROS, SCALE, SCALE_2, DIVISOR, COLUMNS)
+_WRONG = "nan-scales"
+_HINT = "it is damaged, or was quantized so: megtool lint says which scales are wrong"
+
 Codes = Callable[[NDArray[Any], PackedPart], NDArray[np.float32]]
 
 FORMATS: Mapping[str, Codes] = {
@@ -61,7 +65,8 @@ def decode(
     `DType.view`.
 
     Raises:
-        FormatError: no such number format.
+        FormatError: no such number format; a scale or zero point is NaN or infinite, or elements
+            become so by it. (Codes may stand for NaN and infinity themselves.)
     """
     name = packing.partition(":")[0]
     if name not in FORMATS:
@@ -69,6 +74,46 @@ def decode(
             f"the packing {packing!r} is unknown", hint=f"known: {', '.join(FORMATS)}"
         )
     by_role = {p.role: p for p in parts}
+    check_finite(parts, windows)
+    try:
+        with np.errstate(over="raise", divide="raise"):
+            return _decode(name, by_role, windows, lo, hi)
+    except FloatingPointError as e:
+        raise FormatError(
+            "its scales are so large or small that elements are infinite",
+            hint=_HINT,
+            error_id=_WRONG,
+        ) from e
+
+
+def check_finite(parts: Sequence[PackedPart], windows: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse scales and zero points that are no numbers.
+
+    Raises:
+        FormatError: one of them is NaN or infinite.
+    """
+    for part in parts:
+        if part.role not in _MULTIPLIERS or part.dtype.startswith("int"):
+            continue
+        values = single(windows[part.role], part.dtype)
+        wrong = int(values.size - np.isfinite(values).sum())
+        if wrong:
+            count = f"{wrong:,} of {values.size:,} numbers" if values.size > 1 else "the number"
+            raise FormatError(
+                f"{count} of its {part.role.replace('_', ' ')} {'are' if wrong > 1 else 'is'} NaN "
+                "or infinite",
+                hint=_HINT,
+                error_id=_WRONG,
+            )
+
+
+def _decode(
+    name: str,
+    by_role: Mapping[str, PackedPart],
+    windows: Mapping[str, NDArray[Any]],
+    lo: Index,
+    hi: Index,
+) -> NDArray[np.float32]:
     order = by_role[CODES].order
     out = trimmed(FORMATS[name](windows[CODES], by_role[CODES]), by_role[CODES], lo, hi)
     out = np.ascontiguousarray(out)

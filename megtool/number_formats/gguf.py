@@ -67,7 +67,9 @@ def encode(
         )
     if not np.isfinite(values).all():
         raise FormatError(
-            "elements are NaN or infinite", hint="they cannot be quantized", error_id="nan-weights"
+            "elements are NaN or infinite",
+            hint="they cannot be quantized: write it as f32 or bf16",
+            error_id="nan-weights",
         )
     if not values.size:
         return np.zeros((len(values), want), np.uint8)

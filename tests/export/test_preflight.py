@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from megtool import export, lint
 from megtool.cli.app import main
-from megtool.errors import MegtoolError, UsageError
+from megtool.errors import FormatError, MegtoolError, UsageError
 from megtool.lint.engines import EngineTarget
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import parse_engine
 from tests.support.checkpoints.compressed_folder import compress
 from tests.support.checkpoints.quantized_folder import make_quantized, randomize
+from tests.support.errors import raises
 from tests.support.models import tiny_models
 
 Tensors = dict[str, torch.Tensor]
@@ -162,10 +163,13 @@ def test_scales_are_wrong(
 
 
 def test_wrong_scales_are_told_of_where_they_are_decoded(made: Path, tmp_path: Path) -> None:
-    folder = change(copied(made, "fp8", tmp_path / "a"), scaled(f"{UP}.weight_scale", float("nan")))
+    folder = change(copied(made, "fp8", tmp_path / "a"), scaled(f"{UP}.weight_scale", -1))
     report = quiet(folder, tmp_path / "b", to="hf")
-    assert [w for w in report.warnings if "weight_scale is NaN" in w and UP in w]
+    assert [w for w in report.warnings if "weight_scale is -" in w and UP in w]
     assert not quiet(made / "fp8", tmp_path / "c", to="hf").warnings
+    change(folder, scaled(f"{UP}.weight_scale", float("nan")))
+    with raises(FormatError, tensor=f"{UP}.weight", id="nan-scales"):
+        quiet(folder, tmp_path / "d", to="hf")
 
 
 @pytest.mark.parametrize(

@@ -282,11 +282,15 @@ def _locate_parts(catalogue: Catalogue, f: PackedWeight) -> list[StoredPart]:
 
 
 def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
-    """Refuse a scale without its weight: nothing can be decoded."""
+    """Refuse a scale without its weight, or whose weight holds no codes: nothing can be decoded."""
     is_sibling = t.name.endswith(".scale") and t.dtype.name == "float8_e8m0fnu"
     if is_sibling or _ORPHANS.search(t.name):
+        text = "belongs to a quantized weight that is missing"
+        weight = f"{t.name.rpartition('.')[0]}.weight"
+        if weight in catalogue.index:
+            text = f"is part of a quantized weight, and {weight!r} is {catalogue[weight].dtype}"
         raise FormatError(
-            "belongs to a quantized weight that is missing",
+            text,
             file=catalogue.path(int(catalogue.extents.file[catalogue.index[t.name]])),
             tensor=t.name,
             hint=f"is the download complete? {AS_STORED_HINT}",

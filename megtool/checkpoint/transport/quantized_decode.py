@@ -22,6 +22,7 @@ from megtool.checkpoint.transport.tile import (
     split_box,
 )
 from megtool.dtypes import DType, dtype
+from megtool.errors import FormatError
 from megtool.number_formats.decode import decode
 from megtool.number_formats.packed_parts import PackedPart, volume
 from megtool.tensors.sharded import GlobalTensor
@@ -62,6 +63,7 @@ def open_tile_reader(
         files,
         open_files,
         buffers,
+        name=source.name,
         target=target,
         tile_bytes=tile_bytes,
     )
@@ -72,6 +74,7 @@ class PackedTileReader:
 
     A tile is filled in boxes of at most `DECODE_ELEMENTS` stored elements, cut so that the codes
     stay contiguous in their file. So memory is bounded even if the view transposes that order.
+    `name` is the tensor's in errors: scales may be NaN, or too large (`FormatError`).
     """
 
     def __init__(
@@ -82,10 +85,11 @@ class PackedTileReader:
         open_files: OpenFiles,
         buffers: Buffers,
         *,
+        name: str,
         target: DType,
         tile_bytes: int,
     ) -> None:
-        self._packed, self._buffers, self._target = packed, buffers, target
+        self._packed, self._buffers, self._target, self._name = packed, buffers, target, name
         self._tile_bytes = tile_bytes
         self._cell = max(target.itemsize, 4)
         self._max_elements = min(DECODE_ELEMENTS, max(tile_bytes // 4, 1024))
@@ -155,7 +159,11 @@ class PackedTileReader:
             raw = self._window(part, tuple(y - x for x, y in zip(first, end, strict=True)))
             traffic.read(first, raw)
             windows[part.role] = raw.view(dtype(part.dtype).view)
-        numbers = decode(p.packing, p.parts, windows, lo, hi)
+        try:
+            numbers = decode(p.packing, p.parts, windows, lo, hi)
+        except FormatError as e:
+            e.file, e.tensor = str(p.file_views[0].paths[0]), self._name
+            raise
         order = p.parts[0].order
         solid = np.ascontiguousarray(numbers.transpose(order))
         done = np.empty(solid.shape, f"<u{self._target.itemsize}")

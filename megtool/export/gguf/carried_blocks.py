@@ -28,6 +28,7 @@ from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.export.gguf.block_encoder import GrainFeed, find_grain_order
 from megtool.export.small_tensors import reciprocal
+from megtool.lint.scale_sanity import LARGEST_SCALE
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, LOW_RANK, SCALE, SCALE_2
 from megtool.number_formats.gguf import block, pack_nvfp4
 from megtool.number_formats.packed_parts import WHOLE, PackedPart
@@ -111,6 +112,9 @@ def find_carried(
     They are those of which all is NVFP4 in `catalogue`, by whole rows of whole blocks, and what is
     not of different experts has one scale. `source` and `written` place canonical tensors in the
     source and in tensors of `shapes`.
+
+    Raises:
+        FormatError: a scale is NaN, infinite, negative or larger than any weight.
     """
     by_tensor: dict[str, list[str]] = defaultdict(list)
     for name, to in written.items():
@@ -184,7 +188,11 @@ def _add_scales(
     source: Placement,
     to: Placement,
 ) -> bool:
-    """Put the scale of a piece where it belongs; False where another one is there already."""
+    """Put the scale of a piece where it belongs; False where another one is there already.
+
+    Raises:
+        FormatError: it is NaN, infinite, negative or larger than any weight.
+    """
     part = next(
         f.part for f in catalogue.packed[source.stored] if f.part.role in (SCALE_2, DIVISOR)
     )
@@ -193,6 +201,14 @@ def _add_scales(
     stored = reader.open_stored(_part_name(source.stored, part.role))
     values = single(stored.read(), stored.dtype.name).reshape(-1)
     value = (reciprocal(values) if part.role == DIVISOR else values)[0]
+    if not 0 <= value <= LARGEST_SCALE:
+        raise FormatError(
+            f"the scale of the whole weight is {value:.3g}, of which no engine makes its numbers",
+            file=catalogue.root,
+            tensor=source.stored,
+            hint="it is damaged, or was quantized so: megtool lint says which scales are wrong",
+            error_id="nan-scales",
+        )
     experts = slice(None)
     if len(scales) > 1:
         along = [n for n, d in zip(to.shape, to.dims, strict=True) if d == 0]

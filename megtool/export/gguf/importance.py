@@ -140,9 +140,18 @@ def open_importance(path: Path, opened: CheckpointSource, config: ModelConfig) -
     from megtool.quant.calibration.fingerprint import Fingerprint, hash_model
     from megtool.quant.recipes.modules import list_modules
 
-    calibration = CalibrationFile.load(path)
-    model = hash_model(opened.catalogue, opened.view)
-    check_model(calibration, Fingerprint(model=model, recipe="", data=""))
+    try:
+        calibration = CalibrationFile.load(path)
+        model = hash_model(opened.catalogue, opened.view)
+        check_model(calibration, Fingerprint(model=model, recipe="", data=""))
+    except CalibrationError as e:
+        e.file = e.file or str(path)
+        e.hint = (
+            f"megtool quantize {opened.path} FILE --recipe fp8 --calibrate-only makes one of this "
+            "model; of an imatrix file of llama.cpp's older form llama-imatrix --in-file OLD "
+            "--output-format gguf makes one that is read"
+        )
+        raise
     sites = {
         module: site.name
         for site in list_activation_sites(list_modules(opened.view).modules, config)

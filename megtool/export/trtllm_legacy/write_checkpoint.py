@@ -16,8 +16,9 @@ from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import MappingError, UsageError
+from megtool.errors import FormatError, MappingError, UsageError
 from megtool.export.engine_commands import describe_build
+from megtool.export.preflight import check_source_scales
 from megtool.export.quantized_module import QuantizedModules
 from megtool.export.read_quantized import read_quantized_modules
 from megtool.export.report import ExportReport
@@ -154,6 +155,7 @@ def _read_quantized(opened: CheckpointSource) -> QuantizedModules | None:
     """The source's quantized modules, if it is a folder that has any."""
     if opened.catalogue.format != "hf" or quantization_config(opened.catalogue.metadata) is None:
         return None
+    check_source_scales(opened.path)
     return read_quantized_modules(opened.path)
 
 
@@ -178,6 +180,15 @@ def _read_model(opened: CheckpointSource, folder: QuantizedModules | None) -> Le
         raise MappingError(
             "nothing says which model it is", file=opened.path, error_id="no-model-config"
         )
+    for name, p in opened.view.placements.items():
+        stored = opened.catalogue[p.stored]
+        if name in opened.view.canonical and not stored.dtype.is_float:
+            raise FormatError(
+                f"a weight of {stored.dtype} has no scale to be decoded with",
+                file=opened.path,
+                tensor=p.stored,
+                hint="the checkpoint is damaged, or quantized in a form that is not known",
+            )
     architectures = (model.hf_config or {}).get("architectures")
     algos = {m.algo for m in folder.modules} if folder else set()
     return LegacyModel(

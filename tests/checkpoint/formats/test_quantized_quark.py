@@ -16,6 +16,7 @@ from megtool.errors import FormatError
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
 
+GATE = "model.layers.0.mlp.gate_proj"
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -118,8 +119,46 @@ def test_what_is_packed_otherwise_is_refused(tmp_path: Path) -> None:
         export(folder, tmp_path / "out", to="compressed-tensors")
 
 
+def _change(folder: Path, **parts: torch.Tensor) -> None:
+    """Put other parts of a weight into a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"{GATE}.{name}": tensor for name, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("fp8", float("nan")), ("fp8", 3e38), ("mxfp4", 255), ("mxfp4", 254)]
+)
+def test_scales_that_make_nan_are_refused(kind: str, number: float, tmp_path: Path) -> None:
+    folder, _ = _save(tmp_path / "quark", kind)
+    scale = load_file(folder / "model.safetensors")[f"{GATE}.weight_scale"]
+    _change(folder, weight_scale=torch.full_like(scale, number))
+    with raises(
+        FormatError,
+        file=folder / "model.safetensors",
+        tensor=f"{GATE}.weight",
+        hint="lint",
+        id="nan-scales",
+    ):
+        reshard(folder, tmp_path / "plain", to="hf")
+    assert not (tmp_path / "plain").exists()
+    assert any(f.id == "scale-value" and f.module == GATE for f in lint(folder).findings)
+
+
+def test_scales_without_codes_are_refused(tmp_path: Path) -> None:
+    folder, want = _save(tmp_path / "quark", "fp8")
+    _change(folder, weight=want[f"{GATE}.weight"])
+    with raises(FormatError, "float32", tensor=f"{GATE}.weight_scale"):
+        reshard(folder, tmp_path / "plain", to="hf")
+
+
 def test_engines_that_do_not_load_it_are_named(tmp_path: Path) -> None:
     folder, _ = _save(tmp_path / "quark", "fp8")
+    attention = "model.layers.0.self_attn"  # scales of an FP8 cache, as Quark names them
+    scales = {f"{attention}.{x}_proj.output_scale": torch.tensor(0.5) for x in "kv"}
+    tensors = load_file(folder / "model.safetensors") | scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     report = lint(folder)
+    assert not any(f.id == "tensors-unknown" for f in report.findings)
     assert report.form == "quark"
     assert {f.target for f in report.findings if f.severity == "error"} == {"trtllm"}

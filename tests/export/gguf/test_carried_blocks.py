@@ -175,6 +175,11 @@ def test_scales_with_a_sign_are_refused(tmp_path: Path) -> None:
     held[name].view(torch.uint8)[3, 1] |= 0x80
     save_file(held, file, {"format": "pt"})
     (quantized / "megtool.json").unlink(missing_ok=True)
-    with raises(FormatError, "negative or NaN", tensor="model.layers.0.mlp.up_proj.weight"):
+    weight = "model.layers.0.mlp.up_proj.weight"
+    with raises(FormatError, "negative or NaN", tensor=weight, file=quantized):
         export_gguf(quantized, tmp_path / "model.gguf", outtype="nvfp4")
+    for number in (float("nan"), 1e38):
+        save_file(held | {f"{weight}_scale_2": torch.tensor(number)}, file, {"format": "pt"})
+        with raises(FormatError, tensor=weight, hint="lint", id="nan-scales"):
+            export_gguf(quantized, tmp_path / "model.gguf", outtype="nvfp4")
     assert not (tmp_path / "model.gguf").exists()

@@ -164,7 +164,9 @@ def test_importance_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         other, calibration, recipe="fp8", calibrate_only=True, synthetic=True, samples=1,
         seq_length=16,
     )  # fmt: skip
-    with raises(CalibrationError, id="foreign-calibration"):
+    with raises(
+        CalibrationError, file=calibration, hint="--calibrate-only", id="foreign-calibration"
+    ):
         export_gguf(source, out, outtype="q4_k_m", imatrix=calibration)
     imatrix = tmp_path / "imatrix.gguf"
     export_gguf(

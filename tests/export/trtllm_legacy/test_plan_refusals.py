@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import inspect, lint, verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from tests.support import folders
 from tests.support.checkpoints.quantized_folder import make_quantized
+from tests.support.errors import raises
 from tests.support.models import tiny_llama, trtllm_models
 from tests.support.runs.exports import export_trtllm_legacy
 
@@ -143,6 +145,27 @@ def test_layers_that_stages_number_alike(tmp_path: Path) -> None:
     refused(MappingError, work, "transformer.layers.1.attention.dense", "pp 1")
     report = export_trtllm_legacy(made.path, tmp_path / "out", pp=1, fsync=False)
     assert report.algo == "NVFP4"
+
+
+def test_scales_that_are_wrong(tmp_path: Path) -> None:
+    source = trtllm_models.llama(tmp_path / "hf")
+    made = make_quantized(source, tmp_path / "q", algos="FP8", cache=False)
+    file, plain = made.path / "model.safetensors", load_file(made.path / "model.safetensors")
+    for name in ("mlp.up_proj.weight_scale", "self_attn.o_proj.input_scale"):
+        for number in (float("nan"), float("inf"), 3e38):
+            scale = {f"model.layers.1.{name}": torch.tensor(number)}
+            save_file(plain | scale, file, {"format": "pt"})
+            with raises(MappingError, tensor=f"model.layers.1.{name.rpartition('.')[0]}"):
+                export_trtllm_legacy(made.path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_no_floats(tmp_path: Path) -> None:
+    file = trtllm_models.llama(tmp_path / "hf") / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int32)}, file, {"format": "pt"})
+    with raises(FormatError, "int32", tensor=name, file=tmp_path / "hf"):
+        export_trtllm_legacy(tmp_path / "hf", tmp_path / "out")
 
 
 def test_scales_that_are_missing(tmp_path: Path) -> None:
