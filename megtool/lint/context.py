@@ -34,7 +34,7 @@ _USUAL_BLOCK = 128
 _COMPANIONS = (
     *(*SCALE_NAMES, *KV_CACHE_SCALES, "q_scale", "prob_scale"),
     *("weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point", "input_zero_point"),
-    *("k_zero_point", "v_zero_point", "k_bias", "v_bias"),
+    *("k_zero_point", "v_zero_point", "k_bias", "v_bias", "output_scale"),
     *(*BRANCH, *(f"_{name}" for name in BRANCH)),
 )
 """Tensors that belong to the quantization, and are no weights of a model."""
