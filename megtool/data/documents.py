@@ -24,7 +24,8 @@ _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
 _PARQUET = (".parquet",)
 _PLAIN = (".txt",)
 _KNOWN = (*_JSON, *_PARQUET, *_PLAIN)
-_REFUSED = (".csv", ".tsv", ".zst", ".xz", ".bz2", ".zip", ".gz", ".arrow", ".bin", ".idx")
+_REFUSED = (".csv", ".tsv", ".zst", ".xz", ".bz2", ".zip", ".gz", ".arrow")
+_INDEXED = (".bin", ".idx")
 _ONE_A_LINE = "one object a line; `jq -c .[]` makes that of an array"
 _HUB = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^:]+))??(:(?P<split>[^:]+))?")
 
@@ -185,6 +186,15 @@ def _file(path: Path, fields: _Fields) -> Iterator[Document]:
             yield from _json_lines(path, fields)
         elif name.endswith(_PARQUET):
             yield from _parquet(path, fields)
+        elif name.endswith(_INDEXED):
+            missing = [p for p in map(path.with_suffix, _INDEXED) if not p.exists()]
+            raise FormatError(
+                f"half of a data set of Megatron's, without {missing[0].name}"
+                if missing
+                else "a data set of Megatron's, which has tokens and no text",
+                file=path,
+                hint="--data of finetune, evaluate and quantize takes both files by either name",
+            )
         elif name.endswith(_REFUSED):
             raise FormatError(
                 f"no text that megtool can read: {path.suffix}",

@@ -84,7 +84,7 @@ class FillInMiddle:
         """The rearrangement with a tokenizer's own tokens; `options` are those of the class.
 
         Raises:
-            UsageError: the tokenizer, or the model, has no such token.
+            UsageError: the tokenizer, or the model, has no such token, or two of them are one.
         """
         if tokenizer is None:
             raise UsageError(
@@ -102,6 +102,11 @@ class FillInMiddle:
             )
         names = [g or k for g, k in zip(given, known or ("", "", ""), strict=True)]
         ids = [find(name) for name in names]
+        if len(set(ids)) < len(ids):
+            raise UsageError(
+                f"the tokens before prefix, middle and suffix are {', '.join(map(repr, names))}",
+                hint="--fim-prefix-token, --fim-middle-token and --fim-suffix-token: one for each",
+            )
         return cls(
             tokenizer=tokenizer,
             prefix_id=ids[0],

@@ -158,6 +158,16 @@ def test_formats_that_are_not_read(tmp_path: Path, name: str) -> None:
         texts(tmp_path / name)
 
 
+def test_data_sets_of_tokens_are_no_text(tmp_path: Path) -> None:
+    half = tmp_path / "a.bin"
+    half.write_bytes(b"\1\0")
+    with raises(FormatError, "without a.idx", file=half):
+        texts(half)
+    (tmp_path / "a.idx").touch()
+    with raises(FormatError, "no text", file=half):
+        texts(half)
+
+
 @pytest.mark.parametrize("name", ["nothing.jsonl", "./nothing", "/no/such/folder", "a b"])
 def test_what_is_neither_a_file_nor_a_name(name: str) -> None:
     with pytest.raises(UsageError, match="no such file"):

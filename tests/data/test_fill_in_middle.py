@@ -99,6 +99,8 @@ def test_tokens_that_are_not_there_are_refused(tokenizer: Tokenizer, tmp_path: P
         FillInMiddle.of(tokenizer, 400, FimTokens(prefix="xyz"))
     with raises(UsageError, "no token"):
         FillInMiddle.of(tokenizer, 100, FimTokens())
+    with raises(UsageError, hint="--fim-middle-token"):
+        FillInMiddle.of(tokenizer, 400, FimTokens(prefix="a", middle="b", suffix="a"))
     with raises(UsageError, "needs the tokenizer"):
         FillInMiddle.of(None, 400, FimTokens())
     plain = Tokenizer.from_folder(tiny_tokenizer.save(tmp_path / "plain"))
