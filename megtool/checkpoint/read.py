@@ -25,9 +25,14 @@ MAX_TILE_GROWTH = 16
 
 
 class CheckpointReader:
-    """Reads the tensors of a checkpoint; opens its files at first use. Use in `with`."""
+    """Reads the tensors of a checkpoint; opens its files at first use. Use in `with`.
 
-    def __init__(self, catalogue: Catalogue, files: Files) -> None:
+    With `is_strict`, scales that make weights NaN or infinite are an error (`FormatError`); without
+    it, what they make is there to be measured.
+    """
+
+    def __init__(self, catalogue: Catalogue, files: Files, *, is_strict: bool = True) -> None:
+        self.is_strict = is_strict
         self.catalogue = catalogue
         self.files = files
         self.open_files = SourceFiles(files, [catalogue])
@@ -102,6 +107,7 @@ class TensorView:
             target=self.dtype,
             tile_bytes=size,
             shift=-self._placement.shift,
+            is_strict=self._reader.is_strict,
         )
         step = strides(self.shape)
         with closing(reader.tiles(lo, self.shape)) as stream:

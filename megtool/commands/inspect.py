@@ -357,7 +357,7 @@ def _measure(
     catalogue = source.catalogue
     total = catalogue.num_bytes
     progress("statistics", 0, total)
-    with CheckpointReader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files(), is_strict=False) as reader:
         statistics = measure_tensors(
             reader,
             [t.name for t in catalogue.tensors],

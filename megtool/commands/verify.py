@@ -103,7 +103,10 @@ def _verify(options: VerifyOptions, progress: Progress, scan: SharedScan | None)
     _check_files(file_checks, digests, findings, threads, progress, scan)
     file_bytes = sum(check.num_bytes for check in file_checks)
     with ExitStack() as stack:
-        readers = [stack.enter_context(CheckpointReader(o.catalogue, Files())) for o in sources]
+        readers = [
+            stack.enter_context(CheckpointReader(o.catalogue, Files(), is_strict=False))
+            for o in sources
+        ]
         for reader in readers:  # finds every shard, whether or not its bytes will be read
             reader.locator.offsets(np.arange(len(reader.catalogue.shards)))
         compared_sources = [

@@ -58,6 +58,8 @@ def decode(
     windows: Mapping[str, NDArray[Any]],
     lo: Index,
     hi: Index,
+    *,
+    is_strict: bool = True,
 ) -> NDArray[np.float32]:
     """The elements `lo:hi` of a tensor, float32 of that shape (any strides).
 
@@ -65,8 +67,8 @@ def decode(
     `DType.view`.
 
     Raises:
-        FormatError: no such number format; a scale or zero point is NaN or infinite, or elements
-            become so by it. (Codes may stand for NaN and infinity themselves.)
+        FormatError: no such number format; with `is_strict`, a scale or zero point is NaN or
+            infinite, or elements become so by it (codes may be NaN and infinity themselves).
     """
     name = packing.partition(":")[0]
     if name not in FORMATS:
@@ -74,6 +76,9 @@ def decode(
             f"the packing {packing!r} is unknown", hint=f"known: {', '.join(FORMATS)}"
         )
     by_role = {p.role: p for p in parts}
+    if not is_strict:
+        with np.errstate(all="ignore"):
+            return _decode(name, by_role, windows, lo, hi)
     check_finite(parts, windows)
     try:
         with np.errstate(over="raise", divide="raise"):

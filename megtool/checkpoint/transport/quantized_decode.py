@@ -41,10 +41,12 @@ def open_tile_reader(
     target: DType,
     tile_bytes: int,
     shift: float = 0.0,
+    is_strict: bool = True,
 ) -> TileReader | PackedTileReader:
     """Open a tensor, quantized or not, to read tiles converted to `target`.
 
-    `shift` is added to the elements of one that is not quantized.
+    `shift` is added to the elements of one that is not quantized; `is_strict` refuses scales by
+    which elements of one that is become NaN or infinite.
     """
     if file_view.packed is None:
         return TileReader(
@@ -64,6 +66,7 @@ def open_tile_reader(
         open_files,
         buffers,
         name=source.name,
+        is_strict=is_strict,
         target=target,
         tile_bytes=tile_bytes,
     )
@@ -86,10 +89,12 @@ class PackedTileReader:
         buffers: Buffers,
         *,
         name: str,
+        is_strict: bool,
         target: DType,
         tile_bytes: int,
     ) -> None:
-        self._packed, self._buffers, self._target, self._name = packed, buffers, target, name
+        self._packed, self._buffers, self._target = packed, buffers, target
+        self._name, self._is_strict = name, is_strict
         self._tile_bytes = tile_bytes
         self._cell = max(target.itemsize, 4)
         self._max_elements = min(DECODE_ELEMENTS, max(tile_bytes // 4, 1024))
@@ -160,7 +165,7 @@ class PackedTileReader:
             traffic.read(first, raw)
             windows[part.role] = raw.view(dtype(part.dtype).view)
         try:
-            numbers = decode(p.packing, p.parts, windows, lo, hi)
+            numbers = decode(p.packing, p.parts, windows, lo, hi, is_strict=self._is_strict)
         except FormatError as e:
             e.file, e.tensor = str(p.file_views[0].paths[0]), self._name
             raise
