@@ -190,7 +190,7 @@ def finetune(
     eval_data: str | None = ...,
     eval_split: float = ...,
     overflow: Literal["split", "truncate", "error"] = ...,
-    packing: bool = ...,
+    packing: bool | None = ...,
     all_turns: bool = ...,
     train_iters: int | None = ...,
     epochs: float | None = ...,

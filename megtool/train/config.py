@@ -92,8 +92,9 @@ class TrainConfig(
     overflow: Literal["split", "truncate", "error"] = option(
         INPUT, "What to do with samples longer than --seq-length.", "split"
     )
-    packing: bool = option(
-        INPUT, "Pack several texts into a row, each with its own attention.", True
+    packing: bool | None = option(
+        INPUT,
+        "Pack several texts into a row, each with its own attention; default, except with --eagle.",
     )
     all_turns: bool = option(
         INPUT, "Train on the users' turns as well, not only on the assistant's.", False
@@ -336,6 +337,11 @@ class TrainConfig(
         given = {f.name: getattr(self, f.name, None) for f in fields(ParallelConfig)}
         given |= self.context_layout
         return ParallelConfig(**{n: v for n, v in given.items() if v is not None})
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several texts."""
+        return self.eagle is None if self.packing is None else self.packing
 
     @property
     def keeps_quantizers(self) -> bool:

@@ -81,7 +81,7 @@ def open_datasets(
     rows = RowOptions(
         length=seq_length,
         seed=settings.seed,
-        mode=None if settings.packing else "padded",
+        mode=None if settings.is_packed else "padded",
         overflow=settings.overflow,
         shares=settings.blend_shares,
         masking=Masking.of(

@@ -22,10 +22,6 @@ _CONFLICTS = {
     "hidden_dropout": "the head learns from the states that the model has without dropout",
     "attention_dropout": "the head learns from the states that the model has without dropout",
     "moe_router_bias_update_rate": "routers are not trained",
-    "eval_data": "evaluations measure the model, which does not change; the log has the head's "
-    "accuracy",
-    "eval_split": "evaluations measure the model, which does not change; the log has the head's "
-    "accuracy",
 }
 """Options that go with no draft head, and why."""
 
@@ -61,10 +57,10 @@ def check_eagle(s: Any) -> None:
     ):
         if is_given:
             raise UsageError(f"--eagle excludes {text}")
-    if s.packing:
+    if s.is_packed:
         raise UsageError(
-            "--eagle trains on rows of one text each: the head's attention knows no ends of texts",
-            hint="--no-packing",
+            "--eagle and --packing exclude each other: the head's attention knows no ends of texts",
+            hint="leave out --packing",
         )
     sizes = {axis: getattr(s.layout, axis) for axis in ("tp", "pp", "cp")}
     if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size > 1]:

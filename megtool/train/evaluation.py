@@ -17,6 +17,10 @@ from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 
 
+EvaluationLoss = Callable[[Decoder, Tensor, Batch, Tensor], tuple[Tensor, Tensor]]
+"""A sum over tokens, and their number: of the last stage, its states x_TH, the batch, labels_BS."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The mean loss in nats of `num_labels` tokens."""
@@ -32,16 +36,17 @@ def evaluate(
     *,
     micro_batch_size: int,
     num_samples: int | None = None,
+    loss_of: EvaluationLoss | None = None,
     on_samples: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
     """Evaluate all samples of a data set once, or its first `num_samples`, split over replicas.
 
-    `on_samples` is called with the number of further samples done. Every rank has to call this, and
+    `loss_of` stands for the decoder's own loss. `on_samples` is called with the number of further samples done. Every rank has to call this, and
     gets the same result.
     """
     groups = stages[0].groups
     total = len(dataset) if num_samples is None else min(len(dataset), num_samples)
-    labels: list[Tensor] = []
+    pending: list[tuple[Batch, Tensor]] = []
 
     def batches() -> Iterator[Batch]:
         # Every replica does as many passes: its tensor- and expert-parallel ranks wait for others.
@@ -53,7 +58,7 @@ def evaluate(
             if not num_rows:
                 rows = replace(rows, labels_BS=rows.labels_BS * 0 + IGNORED)
             batch, batch_labels = collate_rows(pad_rows(rows, each), groups.device)
-            labels.append(batch_labels)
+            pending.append((batch, batch_labels))
             on_samples(min(each * groups.dp.size, total - first))
             yield batch
 
@@ -62,9 +67,12 @@ def evaluate(
         stage.eval()
     sums = [0.0, 0.0]
     for x_TH in stream_hidden(stages, batches()):
-        batch_labels = labels.pop(0)
+        batch, batch_labels = pending.pop(0)
         if x_TH is not None:
-            loss, count = stages[-1].loss_of(x_TH, batch_labels)
+            if loss_of is None:
+                loss, count = stages[-1].loss_of(x_TH, batch_labels)
+            else:
+                loss, count = loss_of(stages[-1], x_TH, batch, batch_labels)
             sums[0] += float(loss)
             sums[1] += float(count)
     for stage, mode in zip(stages, modes, strict=True):

@@ -268,11 +268,13 @@ class _TrainLoop:
                 job.eval_dataset,
                 micro_batch_size=job.plan.micro_batch_size,
                 num_samples=None if iters is None else iters * job.plan.global_batch_size,
+                loss_of=job.features.evaluation_loss,
             )
         line = {
             "iteration": self.state.iteration,
             "eval_loss": evaluation.loss,
             "eval_labels": evaluation.num_labels,
+            **job.features.end_evaluation(),
         }
         job.log.write(line)
         self.evaluations.append((self.state.iteration, evaluation.loss))

@@ -197,7 +197,9 @@ def format_line(line: Mapping[str, Any], last: int, seconds_left: float | None =
     """A line of a step or an evaluation in readable form."""
     progress = f"step {line['iteration']:,} of {last:,}"
     if "eval_loss" in line:
-        return f"{progress}: evaluation {line['eval_loss']:.4f} of {line['eval_labels']:,} tokens"
+        text = f"{progress}: evaluation {line['eval_loss']:.4f} of {line['eval_labels']:,} tokens"
+        right = [f"{v:.1%}" for name, v in line.items() if name.startswith("eval_eagle_")]
+        return f"{text}, right drafts {', '.join(right)}" if right else text
     parts = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.3g}"]
     if line.get("skipped"):
         parts.append(f"skipped, loss scale {line['loss_scale']:g}")

@@ -21,7 +21,7 @@ from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("modelopt", reason="ModelOpt makes the head")
 
-HEAD = {"eagle": "default", "packing": False, "train_iters": 4, "save_interval": 2}
+HEAD = {"eagle": "default", "train_iters": 4, "save_interval": 2}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,23 @@ def test_a_run_leaves_the_model_and_a_head(deep: Path, data: Path, tmp_path: Pat
         tune(deep, tmp_path / "out", data, **HEAD | {"train_iters": 5})
 
 
+def test_evaluations_are_of_the_head(deep: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": "Yes. " * n}) + "\n" for n in (5, 3, 4, 2)))
+    options = {**HEAD, "train_iters": 2, "global_batch_size": 4}
+    tune(deep, tmp_path / "out", data, **options, eval_data=str(data), eval_interval=2)
+    tune(deep, tmp_path / "plain", data, **options)
+    before, step, _, after = read_log(tmp_path / "out/log.jsonl")  # all rows are in every step
+    assert before["eval_loss"] == pytest.approx(step["loss"], rel=1e-6)
+    assert before["eval_labels"] == step["labels"]
+    for n in (1, 2, 3):
+        share = step[f"eagle_{n}_accuracy"]
+        assert before[f"eval_eagle_{n}_accuracy"] == pytest.approx(share, abs=1e-6)
+    assert after["eval_loss"] < before["eval_loss"]
+    losses = [x["loss"] for x in read_log(tmp_path / "out/log.jsonl") if "loss" in x]
+    assert losses == [x["loss"] for x in read_log(tmp_path / "plain/log.jsonl")]
+
+
 def test_a_plan_has_the_head(deep: Path, data: Path, tmp_path: Path) -> None:
     report = tune(deep, tmp_path / "out", data, **HEAD | {"train_iters": 1})
     assert report.draft_head is not None
@@ -78,9 +95,9 @@ def test_a_plan_has_the_head(deep: Path, data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "error", "words"),
     [
-        ({"packing": True}, UsageError, ("--no-packing",)),
+        ({"packing": True}, UsageError, ("--packing",)),
         ({"lora_rank": 2}, UsageError, ("--lora-rank",)),
-        ({"eval_split": 0.1}, UsageError, ("--eval-split",)),
+        ({"qat": "nvfp4"}, UsageError, ("--qat",)),
         ({"to": "hf"}, UsageError, ("--to hf",)),
         ({"tp": 2}, LayoutError, ("tp=2",)),
         ({"eagle": "missing.yaml"}, RecipeError, ("missing.yaml",)),

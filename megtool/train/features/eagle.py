@@ -26,7 +26,7 @@ from megtool.model.pipeline import Objective, microbatches
 from megtool.model_config import ModelConfig
 from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainConfig
-from megtool.train.evaluation import world_sum
+from megtool.train.evaluation import EvaluationLoss, world_sum
 from megtool.train.features.adapter_tensors import AdapterSlice, AdapterViews
 from megtool.train.features.eagle_head import (
     CONFIG_FILE,
@@ -151,11 +151,16 @@ class EagleFeature(FrozenModelFeature):
     def around_passes(
         self, iteration: int, batch: Batch | None, *, is_repeated: bool = False
     ) -> Iterator[None]:
-        """Keep the states of passes, and seed what is drawn in them."""
-        if batch is None or is_repeated:
+        """Keep the states of passes, and seed what is drawn in them.
+
+        All evaluations draw the same."""
+        if is_repeated:
             yield
             return
-        self._batches.extend(microbatches(batch, self.num_microbatches))
+        if batch is None:
+            iteration = 0
+        else:
+            self._batches.extend(microbatches(batch, self.num_microbatches))
         with ExitStack() as stack:
             stack.callback(self._batches.clear)
             stack.enter_context(self._layers.kept())
@@ -169,10 +174,20 @@ class EagleFeature(FrozenModelFeature):
     @property
     def objective(self) -> Objective:
         """The head's loss of the next micro batch, times the tokens that count."""
+
+        def loss_of_next(stage: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
+            return self._loss(stage, x_TH, self._batches.popleft(), labels_BS)[0]
+
+        return loss_of_next
+
+    @property
+    def evaluation_loss(self) -> EvaluationLoss:
+        """The head's loss times the tokens that count, and their number."""
         return self._loss
 
-    def _loss(self, stage: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
-        batch = self._batches.popleft()
+    def _loss(
+        self, stage: Decoder, x_TH: Tensor, batch: Batch, labels_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
         shape = (*batch.shape, -1)
         with torch.no_grad():
             embedded_TH = stage.embed(batch, stage.frame(batch))
@@ -194,7 +209,7 @@ class EagleFeature(FrozenModelFeature):
             a + b * float(num_labels) for a, b in zip(self._sums, accuracies, strict=True)
         ]
         self._num_labels += float(num_labels)
-        return loss.float() * num_labels
+        return loss.float() * num_labels, num_labels
 
     def end_step(self) -> Mapping[str, float]:
         """The share of right drafts, of the first token on: `eagle_1_accuracy`, ..."""
@@ -202,6 +217,10 @@ class EagleFeature(FrozenModelFeature):
         *sums, num_labels = world_sum([*self._sums, self._num_labels], groups)
         self._sums, self._num_labels = [], 0.0
         return {f"eagle_{n}_accuracy": s / max(num_labels, 1.0) for n, s in enumerate(sums, 1)}
+
+    def end_evaluation(self) -> Mapping[str, float]:
+        """The same of the validation data: `eval_eagle_1_accuracy`, ..."""
+        return {f"eval_{name}": share for name, share in self.end_step().items()}
 
     # ---- checkpoints
 

@@ -21,6 +21,7 @@ from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
+from megtool.train.evaluation import EvaluationLoss
 
 if TYPE_CHECKING:
     from typing import Self
@@ -118,6 +119,11 @@ class TrainingFeature:
         return None
 
     @property
+    def evaluation_loss(self) -> EvaluationLoss | None:
+        """The loss that evaluations measure instead of the decoder's own; None keeps that."""
+        return None
+
+    @property
     def is_steady(self) -> bool:
         """Whether every further pass does the same operations, so that a graph can repeat them."""
         return True
@@ -139,6 +145,10 @@ class TrainingFeature:
 
     def end_step(self) -> Mapping[str, float]:
         """Finish a step of the optimizer; returns what the log adds to its line."""
+        return {}
+
+    def end_evaluation(self) -> Mapping[str, float]:
+        """Finish an evaluation; returns what the log adds to its line."""
         return {}
 
     # ---- checkpoints

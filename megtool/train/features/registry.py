@@ -20,6 +20,7 @@ from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
+from megtool.train.evaluation import EvaluationLoss
 from megtool.train.features.distillation import DistillationFeature
 from megtool.train.features.dropout import DropoutFeature
 from megtool.train.features.eagle import EagleFeature
@@ -129,6 +130,12 @@ class TrainingFeatures:
         return next((loss for loss in losses if loss is not None), None)
 
     @property
+    def evaluation_loss(self) -> EvaluationLoss | None:
+        """The loss of the first feature that has one."""
+        losses = (feature.evaluation_loss for feature in self.features)
+        return next((loss for loss in losses if loss is not None), None)
+
+    @property
     def quantizers(self) -> QuantizerState | None:
         """Those of the first feature that has some."""
         states = (feature.quantizers for feature in self.features)
@@ -166,6 +173,13 @@ class TrainingFeatures:
         out: dict[str, float] = {}
         for feature in self.features:
             out |= feature.end_step()
+        return out
+
+    def end_evaluation(self) -> dict[str, float]:
+        """See `TrainingFeature.end_evaluation`."""
+        out: dict[str, float] = {}
+        for feature in self.features:
+            out |= feature.end_evaluation()
         return out
 
     def megatron_args(self) -> dict[str, Any]:
