@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,25 @@ def check_place(path: Path, *, files: Files | None = None) -> None:
     system, real = files or Files(), Path(os.path.realpath(path))
     if system.stat(real) is None and real.name:
         _check_above(system, real)
+
+
+def check_not_read(path: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse to replace a file that is one of `inputs`.
+
+    Raises:
+        DestinationError: it is.
+    """
+    if is_remote(path) or not path.is_file():
+        return
+    for other in inputs:
+        try:
+            is_same = not isinstance(other, StorePath) and os.path.samefile(path, other)
+        except (OSError, ValueError):  # other options than paths
+            continue
+        if is_same:
+            raise DestinationError(
+                "this file is read, and would be replaced", file=path, hint="choose another file"
+            )
 
 
 def check_file(path: Path, *outputs: Path) -> None:

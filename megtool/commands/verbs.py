@@ -95,13 +95,15 @@ def is_first_rank() -> bool:
 
 
 def _check_places(options: Any) -> None:
-    from megtool.options.field import written_locations
+    from megtool.options.field import read_locations, written_locations
 
     if locations := written_locations(options):
-        from megtool.checkpoint.destination_check import check_place
+        from megtool.checkpoint.destination_check import check_not_read, check_place
 
+        inputs = read_locations(options)
         for path in locations:
             check_place(path)
+            check_not_read(path, inputs)
 
 
 def _with_adapters(report: Any, options: Any) -> Any:

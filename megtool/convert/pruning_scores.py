@@ -285,6 +285,8 @@ def _rounded(scores: Sequence[float]) -> list[float]:
 def _numbers(row: Any) -> Scores:
     if not isinstance(row, list):
         raise TypeError(f"{str(row)[:40]!r} is no list")
+    if wrong := [x for x in row if type(x) not in (int, float)]:
+        raise TypeError(f"{str(wrong[0])[:40]!r} is no number")
     numbers = tuple(float(x) for x in row)
     if not all(map(math.isfinite, numbers)):
         raise ValueError("a score is NaN or Inf")

@@ -241,6 +241,13 @@ def written_locations(options: Any) -> tuple[Path, ...]:
     return tuple(value for value in values if value is not None)
 
 
+def read_locations(options: Any) -> tuple[str | Path, ...]:
+    """What a verb's options name otherwise: paths, and texts that may be some."""
+    values = (getattr(options, e.name) for e in all_fields(type(options)) if not e.spec.is_written)
+    flat = (x for value in values for x in (value if isinstance(value, tuple) else (value,)))
+    return tuple(x for x in flat if isinstance(x, str | Path))
+
+
 def _names(cls: type[Any]) -> Iterator[str]:
     yield from inspect.get_annotations(cls)
     for base in cls.__bases__:

@@ -16,7 +16,6 @@ from megtool.model.pipeline import stream_hidden
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 
-
 EvaluationLoss = Callable[[Decoder, Tensor, Batch, Tensor], tuple[Tensor, Tensor]]
 """A sum over tokens, and their number: of the last stage, its states x_TH, the batch, labels_BS."""
 
@@ -41,8 +40,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate all samples of a data set once, or its first `num_samples`, split over replicas.
 
-    `loss_of` stands for the decoder's own loss. `on_samples` is called with the number of further samples done. Every rank has to call this, and
-    gets the same result.
+    `loss_of` stands for the decoder's own loss. `on_samples` is called with the number of further
+    samples done. Every rank has to call this, and gets the same result.
     """
     groups = stages[0].groups
     total = len(dataset) if num_samples is None else min(len(dataset), num_samples)

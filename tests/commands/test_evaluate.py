@@ -13,7 +13,8 @@ from megtool import evaluate, reshard, tokenize, verify
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
-from megtool.errors import MegtoolError, MissingPackageError
+from megtool.errors import DestinationError, MegtoolError, MissingPackageError
+from tests.support.errors import raises
 from tests.support.models import tiny_models, tiny_text
 from tests.support.worlds.torchrun import torchrun
 
@@ -173,6 +174,14 @@ def test_parts_are_scored_as_by_modelopt_on_transformers(name: str, tmp_path: Pa
     small = tmp_path / "small"
     reshard(folder, small, pruning_scores=tmp_path / "scores.json", hidden_size=24)
     assert verify(folder, small).verdict == "equal"
+
+
+def test_a_file_that_is_read_is_not_replaced(folder: Path) -> None:
+    lines = folder.parent / "lines.jsonl"
+    before = lines.read_bytes()
+    with raises(DestinationError, "replaced"):
+        score(folder, lines, pruning_scores=folder / ".." / lines.name)
+    assert lines.read_bytes() == before
 
 
 def test_of_a_chat_the_assistant_counts(folder: Path) -> None:

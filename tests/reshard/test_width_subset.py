@@ -444,6 +444,8 @@ def test_damaged_scores_are_refused(tmp_path: Path) -> None:
         {"hidden": [1.0]},
         {"hidden": [float("nan")] * 32},
         {"ffn": {"0": "x"}},
+        {"hidden": [True] * 32},
+        {"hidden": ["1"] * 32},
         {"sizes": 3},
     ]
     for change in changes:
