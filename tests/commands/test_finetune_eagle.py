@@ -99,6 +99,7 @@ def test_a_plan_has_the_head(deep: Path, data: Path, tmp_path: Path) -> None:
         ({"lora_rank": 2}, UsageError, ("--lora-rank",)),
         ({"qat": "nvfp4"}, UsageError, ("--qat",)),
         ({"to": "hf"}, UsageError, ("--to hf",)),
+        ({"seq_length": 4}, UsageError, ("4 tokens", "--seq-length 5")),
         ({"tp": 2}, LayoutError, ("tp=2",)),
         ({"eagle": "missing.yaml"}, RecipeError, ("missing.yaml",)),
     ],

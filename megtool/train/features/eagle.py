@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import location
-from megtool.errors import MappingError, StorageError
+from megtool.errors import MappingError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Objective, microbatches
@@ -39,6 +39,7 @@ from megtool.train.features.frozen_model import FrozenModelFeature
 from megtool.train.features.frozen_weights import DRAFT_HEAD
 from megtool.train.features.layer_distillation import LayerStates
 from megtool.train.features.protocol import FeatureInputs
+from megtool.train.run_plan import row_length
 
 if TYPE_CHECKING:
     from typing import Self
@@ -93,6 +94,7 @@ class EagleFeature(FrozenModelFeature):
 
         Raises:
             MappingError: it is no decoder of one residual.
+            UsageError: rows are too short.
             RecipeError: the recipe is wrong, or of another model.
             MissingPackageError: ModelOpt is not installed.
         """
@@ -108,7 +110,13 @@ class EagleFeature(FrozenModelFeature):
         for is_so, kind in kinds:
             if is_so:
                 raise MappingError(f"--eagle: {kind} drafts no tokens")
-        _read_config(settings, config, torch.float32)
+        steps = _read_config(settings, config, torch.float32)[0]["eagle_ttt_steps"]
+        length = row_length(settings, config)
+        if length < steps + 2:
+            raise UsageError(
+                f"rows of {length} tokens have nothing for {steps} drafts to learn",
+                hint=f"--seq-length {steps + 2} or more",
+            )
 
     @classmethod
     def add_parameters(cls, settings: TrainConfig, stages: Sequence[Decoder]) -> None:

@@ -8,6 +8,8 @@ loss (training-time test, arXiv 2503.01840) and the exported folder.
 from __future__ import annotations
 
 import copy
+import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,13 @@ _SIZES = (
 )
 _OPTIONAL = ("draft_vocab_size",)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+_UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError),
+    *(ArithmeticError, AssertionError, pickle.UnpicklingError, struct.error),
+)
+"""What `torch.load` raises on files that are not its own."""
 
 
 def read_eagle_recipe(text: str, path: Path) -> dict[str, Any]:
@@ -119,6 +128,9 @@ def make_eagle_config(
         raise RecipeError(
             f"eagle_ttt_steps is {checked['eagle_ttt_steps']}", file=file, hint="1 or more"
         )
+    decay = checked["eagle_loss_decay_factor"]
+    if not 0 <= decay <= 1:
+        raise RecipeError(f"eagle_loss_decay_factor is {decay}", file=file, hint="from 0 to 1")
     of_model = {
         "intermediate_size": config.ffn_hidden_size,
         "num_attention_heads": config.num_heads,
@@ -215,6 +227,8 @@ class EagleHead:
     ) -> None:
         mtsp = _import_speculative()
         settings = copy.deepcopy(dict(eagle_config))
+        if draft_vocabulary is not None and Path(draft_vocabulary).is_file():
+            _check_draft_vocabulary(draft_vocabulary, config.vocab_size, file)
         settings["eagle_architecture_config"] |= {
             n: v for n, v in (tokens or {}).items() if n in _TOKENS and v is not None
         }
@@ -277,6 +291,33 @@ class EagleHead:
         SGLang and TensorRT-LLM load."""
         with silence_output():
             self._model.get_exporter().export(folder)
+
+
+def _check_draft_vocabulary(path: str, vocab_size: int, file: str) -> None:
+    """Check that a file of ModelOpt's differences names tokens of the model, each once.
+
+    Raises:
+        RecipeError: it does not, or it cannot be read.
+    """
+    hint = "ModelOpt's calibrate_frequent_vocab writes it"
+    try:
+        differences = torch.load(path, map_location="cpu", weights_only=True)
+    except _UNREADABLE as e:
+        reason = str(e).partition("\n")[0]
+        raise RecipeError(
+            f"draft_vocab_cache {path!r} cannot be read: {reason}", file=file, hint=hint
+        ) from e
+    if not isinstance(differences, Tensor) or differences.dim() != 1:
+        raise RecipeError(f"draft_vocab_cache {path!r} is no vector", file=file, hint=hint)
+    tokens = differences + torch.arange(len(differences))
+    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()
+    if wrong or len(set(tokens.tolist())) < len(tokens):
+        what = f"names token {wrong[0]}" if wrong else "names a token twice"
+        raise RecipeError(
+            f"draft_vocab_cache {path!r} {what}, and the model has {vocab_size} tokens",
+            file=file,
+            hint=hint,
+        )
 
 
 def _make_base(config: ModelConfig, embedding_VH: Tensor, output_VH: Tensor) -> Any:

@@ -120,6 +120,19 @@ def test_a_smaller_vocabulary_comes_from_modelopts_file(llama: Path, tmp_path: P
     recipe = {"eagle_architecture_config": SIZES | {"draft_vocab_size": 32}}
     with raises(RecipeError, "Draft vocab cache", "recipe"):
         make_feature(llama, recipe)
+    bad = tmp_path / "bad.pt"
+    for value, words in (
+        (torch.full((32,), 1 << 20), "1048576"),
+        (torch.full((32,), -1), "token -1"),
+        (-torch.arange(32), "twice"),
+        ({"tokens": [1]}, "no vector"),
+    ):
+        torch.save(value, bad)
+        with raises(RecipeError, str(bad), words):
+            make_feature(llama, recipe, draft_vocabulary=str(bad))
+    bad.write_bytes(b"junk")
+    with raises(RecipeError, str(bad), "cannot be read"):
+        make_feature(llama, recipe, draft_vocabulary=str(bad))
     stage, feature, config = make_feature(llama, recipe, draft_vocabulary=str(tmp_path / "d2t.pt"))
     theirs = their_model(llama, config, feature)
     tokens = torch.randint(1, 90, (1, 12), generator=torch.Generator().manual_seed(5))
@@ -136,6 +149,7 @@ def test_a_smaller_vocabulary_comes_from_modelopts_file(llama: Path, tmp_path: P
     [
         ({"eagle_ttt_steps": 0}, ("eagle_ttt_steps", "0")),
         ({"eagle_tts_steps": 3}, ("eagle_tts_steps",)),
+        ({"eagle_loss_decay_factor": float("nan")}, ("eagle_loss_decay_factor", "nan")),
         ({"eagle_base_lora": True}, ("eagle_base_lora",)),
         ({"eagle_decoder_type": "kimik2"}, ("kimik2",)),
         ({"eagle_architecture_config": {"num_attention_heads": 3}}, ("num_key_value_heads",)),
