@@ -74,6 +74,7 @@ OPTIONS = {
     "save_stall.py": ["--gib", "0.01", "--rounds", "1", "--no-fsync"],
     "packing_speed.py": ["--mib", "2", "--rounds", "1", "--tile", "128"],
     "four_bit_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
+    "pruning_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
     "quantize_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
 }
 
@@ -318,6 +319,30 @@ def test_four_bits_are_measured_with_their_noise(
     assert found["mxfp4"]["share"] == 1
     assert found["mxfp4_gptq"]["share"] is not None
     assert all(f["error"] > 0 for f in figures)
+
+
+@pytest.mark.peers
+def test_pruning_is_measured_beside_modelopt(
+    measure: Measure, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("pruning")
+    model = tiny_text.save(folder / "hf", num_hidden_layers=4)
+    text = folder / "text.txt"
+    text.write_text("All happy families are alike; each unhappy one is so in its own way. " * 8)
+    cuts = ["num_layers=3", "ffn_hidden_size=24", "hidden_size=24", "num_query_groups=1"]
+    _, figures = measure(
+        "pruning_quality.py",
+        *("--model", str(model), "--data", str(text), "--held-out", str(text), "--seeds", "0,1"),
+        *(word for cut in cuts for word in ("--cut", cut)),
+        *("--steps", "2"),
+    )
+    assert [f["by"] for f in figures if "by" in f] == ["megtool", "ModelOpt `L2NormHook`"]
+    for cut in cuts:
+        found = {f["scores"]: f for f in figures if f.get("cut") == cut.partition("=")[0]}
+        assert {"megtool", "random"} < found.keys()
+        assert all(len(f["losses"]) == len(f["seeds"]) and f["distilled"] for f in found.values())
+        if "ModelOpt `L2NormHook`" in found:  # the same formula
+            assert found["ModelOpt `L2NormHook`"]["losses"] == found["megtool"]["losses"]
 
 
 def test_help_imports_nothing_heavy(measure: Measure) -> None:

@@ -29,20 +29,14 @@ from pathlib import Path
 import torch
 import yaml
 from bench.table import Table, parser, show, workplace
+from bench.text_loss import losses_of
 
 from megtool import quantize
-from megtool.console import silent
-from megtool.export.engine_arithmetic import run_as_engine
-from megtool.inference.evaluate import predictions
-from megtool.inference.evaluation_texts import read_token_documents
-from megtool.inference.runtime import RuntimeOptions, load_forward, on_ranks
-from megtool.inference.windows import batches
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, read_samples
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.recipe import Recipe
 from megtool.reshard.open_source import open_decoder
 
-WINDOW = 2048
 RECIPES = "mxfp4,mxfp4_gptq,nvfp4,nvfp4_gptq"
 AUTO_ROUND = "auto-round "
 ROTATED = "rotated by"
@@ -96,7 +90,7 @@ def main() -> None:
     nearest: dict[str, list[float]] = {}
     with workplace(given) as folder:
         place = Path(folder)
-        before = [losses_of(given.model, text, given.tokens) for text in given.held_out]
+        before = losses_of(given.model, given.held_out, given.tokens)
         recipes = [n for n in given.recipes.split(",") if n]
         algos = dict.fromkeys(algos_of(load_recipe(n)) for n in recipes)
         peers = [AUTO_ROUND + a for a in algos] if given.auto_round else []
@@ -147,7 +141,7 @@ def measure(
                 **(drawn if uses_data else {}),
             )
         seconds.append(cpu_seconds() - began)
-        runs.append([losses_of(written, t, given.tokens) for t in given.held_out])
+        runs.append(losses_of(written, given.held_out, given.tokens))
         shutil.rmtree(out, ignore_errors=True)
         rises = ", ".join(
             f"{float((r - b).mean()):.3f}" for r, b in zip(runs[-1], before, strict=True)
@@ -240,23 +234,6 @@ def cpu_seconds() -> float:
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     )
-
-
-def losses_of(folder: str | Path, text: Path, tokens: int) -> torch.Tensor:
-    """The loss of every predicted token of a text, as engines compute the folder."""
-    source = open_decoder(folder)
-    texts = read_token_documents(text, source.tokenizer(None), max_tokens=tokens)
-    window = min(WINDOW, source.config.max_positions)
-    options = RuntimeOptions(dtype="float32")
-    with on_ranks(options, alone=True) as groups, torch.inference_mode():
-        forward = load_forward(source, options, groups, silent)
-        run_as_engine(forward, source)
-        return torch.cat(
-            [
-                -predictions(forward, forward.hidden(rows.batch), rows)[:, 0].double()
-                for rows in batches(texts, window=window, stride=window, batch_size=1)
-            ]
-        )
 
 
 if __name__ == "__main__":
