@@ -24,6 +24,7 @@ from megtool.quant.pipeline.obtain_qparams import (
     check_given,
     check_modelopt,
     choose_from_files,
+    choose_solver,
 )
 from megtool.quant.pipeline.pipeline import run_quantize
 from megtool.quant.pipeline.request import (
@@ -78,6 +79,7 @@ def quantize(
     )
     if resolved.doubt:
         _LOG.warning("%s", resolved.doubt)
+    resolved = choose_solver(resolved, options.backend)
     request = _make_request(resolved, options, start)
     check_effects(options, _learn_facts(request), order=CONDITIONS)
     request.worker = _find_worker(request, options)

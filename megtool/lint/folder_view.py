@@ -22,13 +22,13 @@ from megtool.number_formats.small_floats import single
 from megtool.tensors.box import numel
 
 CONFIG_FILE = "config.json"
-BRANCH = ("svdquant_lora_a", "svdquant_lora_b")
+BRANCH: tuple[str, ...] = ("svdquant_lora_a", "svdquant_lora_b")
 """SVDQuant's matrices, which ModelOpt calls so, or `weight_quantizer._svdquant_lora_a`."""
 
 COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", *BRANCH)
 """Tensors that ModelOpt stores next to the codes of a weight."""
 
-KV_CACHE_SCALES = ("k_scale", "v_scale")
+KV_CACHE_SCALES: tuple[str, ...] = ("k_scale", "v_scale")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 
 _SAMPLES = 1 << 16

@@ -18,7 +18,7 @@ from megtool.lint.folder_view import (
 OUTLIER_RATIO = 1000.0
 """A scale so many times above or below the median of similar ones is reported."""
 
-SCALE_NAMES = (
+SCALE_NAMES: tuple[str, ...] = (
     "weight_scale",
     "weight_scale_2",
     "weight_scale_inv",

@@ -15,7 +15,7 @@ from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError
 from megtool.model_config import ModelConfig
-from megtool.quant.algorithms.algorithm_config import resolve_algorithm
+from megtool.quant.algorithms.algorithm_config import require_own_solver, resolve_algorithm
 from megtool.quant.algorithms.fused_group import solve_fused_group
 from megtool.quant.algorithms.pre_quant_scale import NormWeights
 from megtool.quant.algorithms.weight_grid import max_input_code
@@ -70,6 +70,7 @@ def solve_qparams(
         RecipeError: an algorithm is not supported.
         MemoryError, StorageError: a thread ended for lack of memory, or cannot be started.
     """
+    require_own_solver(recipe)
     listed = tuple(sites)
     sites_per_norm = Counter(p.norm for p in listed if p.norm)
     solver = _Solver(

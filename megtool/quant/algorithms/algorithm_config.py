@@ -115,6 +115,7 @@ _MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "awq_clip": {"clip": True},
     "svdquant": {"smoothing": "awq", "rank": DEFAULT_RANK},
     "gptq": {"gptq": True, "desc_act": False, "refinements": 0},
+    "nvfp4_act_headroom": {},
     "local_hessian": {"clip": True},
     "mse": {"mse": True},
     "max": {},
@@ -131,6 +132,19 @@ _MODELOPT_OPTIONS = {
     "perc_damp": "damping",
     "lowrank": "rank",
 }
+
+
+def require_own_solver(recipe: Recipe) -> None:
+    """Refuse algorithms that ModelOpt alone has.
+
+    Raises:
+        RecipeError: the recipe's is one.
+    """
+    if recipe.method == "nvfp4_act_headroom":
+        raise RecipeError(
+            f"recipe {recipe.name} asks for {recipe.method}, which megtool itself does not have",
+            hint="quantize --backend modelopt runs it; or max",
+        )
 
 
 def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmConfig:
@@ -153,6 +167,8 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
             for k, v in options.items()
             if k in _MODELOPT_OPTIONS and v is not None
         }
+        if format is not None and format.block_scales == "four_over_six":
+            translated["four_over_six"] = True
         return AlgorithmConfig(
             **{**_MODELOPT_ALGORITHMS[name], **translated},
             fold=recipe.folds_scales,

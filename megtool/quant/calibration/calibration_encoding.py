@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from megtool.quant.calibration.calibration_file_io import Array, Arrays
 from megtool.quant.calibration.statistics import BINS, ActivationStatistics
 from megtool.quant.qparams import KVCacheQParams, LowRankBranch, QParams, WeightQParams
-from megtool.quant.recipes.formats import FORMATS, KV_BITS, RecipeFormat
+from megtool.quant.recipes.formats import FORMATS, KV_BITS, BlockScales, RecipeFormat
 
 _SUMS = (("amax", "float32"), ("abs_sum", "float64"), ("square_sum", "float64"))
 
@@ -171,8 +171,16 @@ def _decode_format(entry: Mapping[str, Any]) -> RecipeFormat:
         input_amax=_magnitude(entry["input_amax"]),
         method=entry["method"],
         round_twice=entry["round_twice"] is True,
+        block_scales=_block_scales(entry.get("block_scales", "")),
         line=_count(entry["line"]),
     )
+
+
+def _block_scales(value: Any) -> BlockScales:
+    """Files of earlier releases have none."""
+    if value not in get_args(BlockScales):
+        raise ValueError(f"block_scales of a format is {value!r}")
+    return cast("BlockScales", value)
 
 
 def _array(arrays: Arrays, name: str, kind: str, *, minimum: float | None = 0) -> Any:

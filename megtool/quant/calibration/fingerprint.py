@@ -175,6 +175,7 @@ def hash_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
             "method": f.method,
         } | ({"input_amax": f.input_amax} if f.input_amax else {})
         facts = {**facts, "round_twice": True} if f.round_twice else facts
+        facts = {**facts, "block_scales": f.block_scales} if f.block_scales else facts
         digest.update(_line([d.module.name, facts]))
     return digest.hexdigest()
 

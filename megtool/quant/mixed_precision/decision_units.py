@@ -39,9 +39,9 @@ def unit_of(module: ModuleInfo) -> str:
 
 def key_of(number_format: RecipeFormat, recipe: Recipe) -> str:
     """A key of everything that the effect of a format depends on; not its name in the recipe."""
-    return (
-        f"{number_format.algo}:{number_format.group_size}:{number_format.method or recipe.method}"
-    )
+    f = number_format
+    facts = (f.algo, str(f.group_size), f.method or recipe.method, f.block_scales)
+    return ":".join(facts).removesuffix(":")
 
 
 def list_units(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megtool.errors import RecipeError, UsageError
 from megtool.quant.modelopt_backend.unit_modules import ROUNDING
+from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
@@ -29,6 +31,10 @@ _METHODS: Mapping[str, str] = {
 }
 """Our algorithms and ModelOpt's, by ModelOpt's names."""
 
+_STATIC = ("mse", "local_hessian", "gptq")
+"""Algorithms that choose, or keep, the scales of NVFP4's blocks. In megtool's own recipes they have
+ModelOpt's `static` ones; recipes of ModelOpt say what they have."""
+
 MULTIPLYING = ("awq_lite", "awq_full", "awq_clip", "svdquant")
 """Algorithms that compare products, which modules then have to compute."""
 
@@ -39,6 +45,9 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "rank": {"lowrank": ("svdquant",)},
 }
 """Our options: ModelOpt's name, and the algorithms that have it."""
+
+_FOUR_OVER_SIX = {"start_multiplier": 1.0, "stop_multiplier": 1.5, "step_size": 0.5}
+"""Options of ModelOpt's mse that make the largest element of a block 6 or 4."""
 
 _OURS = ("four_over_six", "scale_search", "cast")
 """Options that choose other scales than ModelOpt does, which would be another algorithm."""
@@ -70,9 +79,8 @@ def algorithm_for(
             once.
     """
     quantized = [d for d in decisions if d.format is not None]
-    methods = dict.fromkeys(
-        (d.format.method if d.format else "") or recipe.method for d in quantized
-    )
+    overall = "max" if recipe.method in SENSITIVITY_METHODS else recipe.method
+    methods = dict.fromkeys((d.format.method if d.format else "") or overall for d in quantized)
     skips = methods.keys() == {"svdquant", "max"}  # ModelOpt takes max for those it skips
     if len(methods) > 1 and not skips:
         raise RecipeError(
@@ -93,6 +101,7 @@ def unused_options(recipe: Recipe, algorithm: Mapping[str, Any]) -> tuple[str, .
         return ()
     used = {ours for ours, names in _OPTIONS.items() if algorithm.keys() & names.keys()}
     used |= {"method", *(("clip",) if algorithm["method"] == "awq_full" else ())}
+    used |= {"four_over_six"} if algorithm.keys() >= _FOUR_OVER_SIX.keys() else set()
     return tuple(o for o, value in recipe.algorithm.items() if o not in used and value)
 
 
@@ -122,8 +131,10 @@ def build_modelopt_config(
     algorithm = algorithm_for(recipe, quantized, names)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for d in quantized:
-        _check_format(d, algorithm["method"], device)
-        entries += _entries(d, names[d.module.name], on_cpu=device == "cpu")
+        if d.format is not None:
+            form = _with_block_scales(d.format, recipe, algorithm["method"])
+            _check_format(form, algorithm, device)
+            entries += _entries(form, names[d.module.name], on_cpu=device == "cpu")
     return {"quant_cfg": entries, "algorithm": algorithm}
 
 
@@ -141,24 +152,54 @@ def build_format_config(recipe: Recipe, format: RecipeFormat, *, device: str) ->
             f"ModelOpt does not score {format.algo} with algorithm {ours}",
             hint="max, mse or awq; or leave out `modelopt: true`",
         )
-    _check_packing(format, method, device)
+    algorithm = {"method": method} | _search_of(method, [format])
+    form = _with_block_scales(format, recipe, method)
+    _check_format(form, algorithm, device)
     entries = [{"quantizer_name": "*", "enable": False}]
-    entries += _linear_entries(format, "*", on_cpu=device == "cpu")
-    return {"quant_cfg": entries, "algorithm": {"method": method}}
+    entries += _linear_entries(form, "*", on_cpu=device == "cpu")
+    return {"quant_cfg": entries, "algorithm": algorithm}
 
 
-def _check_format(decision: Decision, method: str, device: str) -> None:
+def _with_block_scales(format: RecipeFormat, recipe: Recipe, method: str) -> RecipeFormat:
+    """A format with static block scales, if a recipe of megtool's own has an algorithm for them."""
+    if not format.algo or recipe.dialect == "modelopt" or method not in _STATIC:
+        return format
+    if not packing_of(format).startswith("nvfp4"):
+        return format
+    has_option = _has_four_over_six(recipe, recipe.method)
+    return replace(format, block_scales="four_over_six" if has_option else "static")
+
+
+def _has_four_over_six(recipe: Recipe, method: str) -> bool:
+    """A recipe of megtool's own asks for the option, with an algorithm that ModelOpt has it for."""
+    return method in ("none", "max", "mse") and recipe.algorithm.get("four_over_six") is True
+
+
+def _search_of(method: str, formats: Sequence[RecipeFormat]) -> dict[str, Any]:
+    """ModelOpt's search among all scales of NVFP4, which leaves out weights in other formats."""
+    searches = method == "mse" and all(packing_of(f).startswith("nvfp4") for f in formats)
+    return {"fp8_scale_sweep": True} if searches else {}
+
+
+def _check_format(format: RecipeFormat, algorithm: Mapping[str, Any], device: str) -> None:
     """Reject formats that an algorithm has no meaning for, or only on a GPU."""
-    if decision.format is not None and decision.format.algo:
-        _check_packing(decision.format, method, device)
-
-
-def _check_packing(format: RecipeFormat, method: str, device: str) -> None:
-    packing = packing_of(format)
-    if method == "gptq" and not packing.startswith("int"):
+    if not format.algo:
+        return
+    packing, method = packing_of(format), algorithm["method"]
+    if method == "gptq" and packing.startswith("nvfp4") and not format.block_scales:
         raise RecipeError(
             f"ModelOpt's gptq chooses {format.algo} codes of blocks whose scales it does not keep",
-            hint="use --backend megtool, which keeps them",
+            hint="`type: static` in block_sizes of the weights; or --backend megtool",
+        )
+    if method == "gptq" and not packing.startswith(("int", "nvfp4")):
+        raise RecipeError(
+            f"ModelOpt's gptq chooses {format.algo} codes, which are not stored as it chose them",
+            hint="gptq with INT4, INT8 or NVFP4 weights, or --backend megtool",
+        )
+    if method == "gptq" and algorithm.get("fused") and device == "cpu":
+        raise UsageError(
+            "`fused: true` of ModelOpt's gptq runs only on a GPU",
+            hint="leave it out: `fused: false`",
         )
     if device == "cpu" and packing.startswith("mxfp") and method != "max":
         raise UsageError(
@@ -181,7 +222,9 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
             hint="use --backend megtool, or `fold: false`",
         )
     for option in _OURS:
-        if options.get(option):
+        if options.get(option) and not (
+            option == "four_over_six" and _has_four_over_six(recipe, method)
+        ):
             raise RecipeError(
                 f"recipe {recipe.name} has `{option}: true`, and the ModelOpt backend takes the "
                 "scales of the largest elements",
@@ -191,6 +234,9 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
     if recipe.dialect == "modelopt":  # in ModelOpt's words, but units are solved one by one
         own = {k: v for k, v in options.items() if k not in ("method", "layerwise")}
         return own | out
+    if _has_four_over_six(recipe, method):
+        return _FOUR_OVER_SIX | {"method": "mse"}
+    out |= _search_of(method, [f for f in recipe.formats.values() if f.algo])
     if method == "awq" and options.get("clip"):
         out["method"] = "awq_full"
     for option, value in options.items():
@@ -200,10 +246,7 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
     return out
 
 
-def _entries(decision: Decision, name: str, *, on_cpu: bool) -> Iterator[dict[str, Any]]:
-    format = decision.format
-    if format is None:
-        return
+def _entries(format: RecipeFormat, name: str, *, on_cpu: bool) -> Iterator[dict[str, Any]]:
     if format.kv_algo:
         cfg = _FP8 if format.kv_algo == "FP8" else _block_config((2, 1), 16, (4, 3))
         cfg = {**cfg, "use_constant_amax": True} if format.constant else cfg
@@ -215,6 +258,10 @@ def _entries(decision: Decision, name: str, *, on_cpu: bool) -> Iterator[dict[st
 def _linear_entries(format: RecipeFormat, prefix: str, *, on_cpu: bool) -> Iterator[dict[str, Any]]:
     """The settings of the quantizers of a matrix, whose names follow `prefix`."""
     weights: Any = _quantizer_config(packing_of(format), on_cpu=on_cpu)
+    if format.block_scales:  # these are rounded on any device
+        sizes = weights.pop("block_sizes") | {"type": "static"}
+        sizes |= {"four_over_six": True} if format.block_scales == "four_over_six" else {}
+        weights = {"num_bits": weights["num_bits"], "block_sizes": sizes}
     if format.algo == "W4A8_AWQ":
         weights = [weights, dict(_FP8)]
     yield {"quantizer_name": f"{prefix}weight_quantizer", "cfg": weights}

@@ -14,6 +14,7 @@ from megtool.quant.algorithms.pre_quant_scale import round_to_pre_quant_scale
 from megtool.quant.algorithms.svdquant import subtract_branch
 from megtool.quant.algorithms.weight_grid import make_grid
 from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.fake_quant.rounding_torch import E4M3_LARGEST
 from megtool.quant.modelopt_backend.load_modelopt import silence_output
 from megtool.quant.qparams import Floats, KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat, packing_of
@@ -68,7 +69,7 @@ def _with_codes(qparams: WeightQParams, weight_OI: Any) -> WeightQParams:
 
     grid = make_grid(qparams.format)
     amax = torch.from_numpy(np.array(qparams.amax, np.float32))
-    scale = grid.broadcast(grid.scale(amax, None))
+    scale = grid.broadcast(grid.scale(amax, qparams.global_amax or None))
     codes = grid.stored_codes(grid.nearest_codes(weight_OI.detach().float().cpu() / scale))
     return replace(qparams, codes=codes.numpy())
 
@@ -150,7 +151,10 @@ def _read_weight(
     if format.algo == "W4A8_AWQ":
         global_amax = float(_require_amax(quantizer[1].amax, decision))
         quantizer = quantizer[0]
-    if packing.startswith("nvfp4"):
+    if packing.startswith("nvfp4") and getattr(quantizer, "global_amax", None) is not None:
+        amax = _to_numpy(quantizer.amax).reshape(_amax_shape(packing, decision.module.shape))
+        global_amax = float(quantizer.global_amax) * _room_above(quantizer)
+    elif packing.startswith("nvfp4"):
         global_amax = float(_require_amax(quantizer.amax, decision))
     elif not packing.startswith("mxfp"):
         amax = _to_numpy(_require_amax(quantizer.amax, decision)).reshape(
@@ -169,6 +173,13 @@ def _read_weight(
         global_amax=global_amax,
         input_amax=input_amax,
     )
+
+
+def _room_above(quantizer: Any) -> float:
+    """By what the largest scale of NVFP4's blocks is below 448 before any is chosen."""
+    from modelopt.torch.quantization.utils.numeric_utils import fp8_max_for_normalization
+
+    return E4M3_LARGEST / float(fp8_max_for_normalization(quantizer))
 
 
 def _read_kv_cache(decision: Decision, module: Any) -> KVCacheQParams:

@@ -8,13 +8,21 @@ averages AWQ's scales over tensor-parallel ranks that have normalized their part
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megtool.errors import CalibrationError
 from megtool.quant.algorithms.weight_grid import Grid
+from megtool.quant.fake_quant.rounding_torch import (
+    E2M1_LARGEST,
+    E4M3_LARGEST,
+    block_scale,
+    round_e2m1_,
+)
 
 ROUNDING = "megtool_nvfp4"
 """The name of `round_nvfp4` in ModelOpt's registry of backends."""
@@ -77,14 +85,55 @@ def round_nvfp4(x: Tensor, quantizer: Any) -> Tensor:
     return grid.fake_quantize(rows, None, float(amax)).view(x.shape).to(x.dtype)
 
 
+def round_blocks(
+    x: Tensor,
+    amax: Tensor,
+    global_amax: Tensor | None,
+    largest: float,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Fake-quantize to NVFP4 with the scales of given amaxes of blocks, as ModelOpt does on a GPU.
+
+    `largest` is what the scale of a block with the amax `global_amax` becomes (448, or 256).
+    """
+    amax = amax.float().flatten()
+    top = amax.max() if global_amax is None else global_amax.float()
+    second = top / (E2M1_LARGEST * largest)
+    scale = (block_scale(amax, second) * second).unsqueeze(1)
+    blocks = x.float().reshape(len(amax), -1)
+    return round_e2m1_(blocks / scale).mul_(scale).view(x.shape).to(dtype or x.dtype)
+
+
+def _round_static(
+    x: Tensor,
+    amax: Tensor,
+    global_amax: Tensor | None = None,
+    quantizes_scales: bool = True,
+    largest: float = E4M3_LARGEST,
+    dtype: torch.dtype | None = None,
+    *rest: Any,
+) -> Tensor:
+    """ModelOpt's function of this signature, whose kernel needs a GPU: elsewhere `round_blocks`."""
+    if x.device.type == "cpu" and quantizes_scales:
+        return round_blocks(x, amax, global_amax, largest, dtype)
+    from modelopt.torch.quantization.tensor_quant import static_blockwise_fp4_fake_quant
+
+    out: Tensor = static_blockwise_fp4_fake_quant(
+        x, amax, global_amax, quantizes_scales, largest, dtype, *rest
+    )
+    return out
+
+
 def register() -> None:
     """Register the modules and the rounding with ModelOpt, once."""
+    from modelopt.torch.quantization import model_calib
     from modelopt.torch.quantization.nn import (
         QuantModule,
         QuantModuleRegistry,
         TensorQuantizer,
         register_quant_backend,
     )
+    from modelopt.torch.quantization.nn.modules import tensor_quantizer
     from modelopt.torch.quantization.nn.modules.quant_linear import _QuantLinear
     from modelopt.torch.utils.distributed import ParallelState
 
@@ -116,3 +165,5 @@ def register() -> None:
     QuantModuleRegistry.register({WholeLinear: "megtool.WholeLinear"})(QuantWholeLinear)
     QuantModuleRegistry.register({KVCacheInputs: "megtool.KVCacheInputs"})(QuantKVCacheInputs)
     register_quant_backend(ROUNDING, round_nvfp4)
+    tensor_quantizer.static_blockwise_fp4_fake_quant = _round_static
+    model_calib.tqdm = partial(model_calib.tqdm, disable=True)

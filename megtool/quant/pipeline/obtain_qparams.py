@@ -10,6 +10,7 @@ from megtool.console import Progress
 from megtool.errors import CalibrationError
 from megtool.inference.runtime import on_ranks
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
+from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.rules import KEEP
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from megtool.quant.calibration.calibration_file import CalibrationFile
     from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.qparams import QParams
+    from megtool.quant.resolve import ResolvedRecipe
 
 from megtool.quant.pipeline.request import QuantizeRequest
 
@@ -176,6 +178,23 @@ def check_choosing(request: QuantizeRequest) -> None:
         from megtool.quant.mixed_precision.sensitivity import check_layout
 
         check_layout(request.resolved.recipe, request.runtime.layout)
+
+
+def choose_solver(resolved: ResolvedRecipe, backend: str) -> ResolvedRecipe:
+    """The recipe as a backend runs it: ModelOpt scores formats that recipes of its own choose from.
+
+    Raises:
+        RecipeError: ModelOpt alone has the recipe's algorithm.
+    """
+    from megtool.quant.algorithms.algorithm_config import require_own_solver
+
+    recipe = resolved.recipe
+    if backend == "megtool":
+        require_own_solver(recipe)
+    elif recipe.dialect == "modelopt" and recipe.method in SENSITIVITY_METHODS:
+        algorithm = {**recipe.algorithm, "modelopt": True}
+        return replace(resolved, recipe=replace(recipe, algorithm=algorithm))
+    return resolved
 
 
 def check_modelopt(request: QuantizeRequest) -> None:

@@ -26,6 +26,7 @@ from megtool.errors import DestinationError, MappingError, MegtoolError, UsageEr
 from megtool.options.groups import RuntimeOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, CalibrationSamples
+from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import ResolvedRecipe
 from megtool.reshard.open_source import require_decoder
@@ -120,7 +121,21 @@ class QuantizeRequest:
         from megtool.quant.requirements import derive_requirements
 
         recipe = self.resolved.recipe
-        return [d for d in self.decisions if d.choices or derive_requirements(recipe, d).data]
+        return [
+            d
+            for d in self.decisions
+            if d.choices or derive_requirements(recipe, d).data or self._is_modelopts(d)
+        ]
+
+    def _is_modelopts(self, decision: Decision) -> bool:
+        """Whether ModelOpt has to run for a weight whose scales need no data."""
+        format, algorithm = decision.format, self.resolved.recipe.algorithm
+        if self.calibration.backend != "modelopt" or format is None or not format.algo:
+            return False
+        method = format.method or algorithm.get("method", "none")
+        return method not in ("none", "max", *SENSITIVITY_METHODS) or bool(
+            algorithm.get("four_over_six")
+        )
 
     @property
     def needs_data(self) -> bool:

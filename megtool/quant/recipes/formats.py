@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 Scaling = Literal["tensor", "channel", "group", "block"]
+BlockScales = Literal["", "static", "four_over_six"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +273,9 @@ class RecipeFormat:
     budget of a choice, the average over the modules that it decides. `constant`: the scale of a KV
     cache is 1 instead of calibrated. `input_amax`: fixed amax of inputs (0: calibrated). `method`
     overrides the recipe's algorithm. `round_twice`, for `FP8` only: quotients are rounded to the
-    dtype of the weight first, which gives the same bytes as ModelOpt's export.
+    dtype of the weight first, which gives the same bytes as ModelOpt's export. `block_scales`, for
+    NVFP4 weights of ModelOpt's recipes: scales of blocks are kept and may be chosen (`static`), and
+    are at most 256 before that (`four_over_six`); else they follow the weight.
     """
 
     name: str
@@ -285,6 +288,7 @@ class RecipeFormat:
     input_amax: float = 0.0
     method: str = ""
     round_twice: bool = False
+    block_scales: BlockScales = ""
     line: int = 0
 
     @property

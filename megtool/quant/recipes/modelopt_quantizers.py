@@ -14,6 +14,7 @@ from typing import Any
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat
 from megtool.quant.recipes.modelopt_settings import (
     classify_quantizer,
+    read_block_scales,
     read_constant_amax,
     unsupported_features,
 )
@@ -145,6 +146,8 @@ def _decide(
     if constant_amax and not FORMATS[algo].calibrates:
         message = f"{algo} scales inputs as they come, and a constant amax is not supported"
         problems.add(recipe.rules[second[2]].line, message, "leave it out")
+    block_scales = read_block_scales(first[0]) if first[1] else ""
+    blocks = [block_scales] if block_scales else []
     method = ""
     if recipe.method == "svdquant":
         skipped = recipe.algorithm.get("skip_layers") or ()
@@ -157,11 +160,14 @@ def _decide(
             message = f"svdquant is for NVFP4 weights with inputs, and {module.name} is {algo}"
             problems.add(recipe.rules[numbers[0]].line, message, "name it in skip_layers")
     format = RecipeFormat(
-        name=f"{algo} {size}" + (f" {constant_amax:g}" if constant_amax else ""),
+        name=" ".join(
+            [f"{algo} {size}", *([f"{constant_amax:g}"] if constant_amax else []), *blocks]
+        ),
         algo=algo,
         group_size=size,
         input_amax=constant_amax,
         method=method,
+        block_scales=block_scales,
         line=recipe.rules[numbers[0]].line,
     )
     return format, numbers, reason

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megtool.quant.recipes.algorithm import AlgorithmOption
+from megtool.quant.recipes.formats import BlockScales
 from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -88,10 +89,12 @@ def unsupported_features(cfg: Any, part: str) -> Iterator[str]:
                 yield f"{key} {_shorten(settings[key])}"
         blocks = settings.get("block_sizes")
         sizes = blocks if isinstance(blocks, Mapping) else {}
-        for key, values in _BLOCK_NEUTRAL.items():
-            if key in sizes and sizes[key] not in values:
-                yield f"{key} {_shorten(sizes[key])}"
         word = classify_quantizer(settings, [])[0]
+        chooses = part == "weight_quantizer" and word == "nvfp4" and sizes.get("type") != "dynamic"
+        for key, values in _BLOCK_NEUTRAL.items():
+            allowed = (*values, True) if key == "four_over_six" and chooses else values
+            if key in sizes and sizes[key] not in allowed:
+                yield f"{key} {_shorten(sizes[key])}"
         if part == "weight_quantizer":
             for key in ("constant_amax", "use_constant_amax"):
                 if settings.get(key):
@@ -106,6 +109,13 @@ def unsupported_features(cfg: Any, part: str) -> Iterator[str]:
 
 def _shorten(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)[:60]
+
+
+def read_block_scales(cfg: Any) -> BlockScales:
+    """Whether the scales of blocks of NVFP4 weights may be chosen; empty for other settings."""
+    if classify_quantizer(cfg, [])[0] != "nvfp4" or cfg["block_sizes"].get("type") == "dynamic":
+        return ""
+    return "four_over_six" if cfg["block_sizes"].get("four_over_six") else "static"
 
 
 def read_constant_amax(cfg: Any) -> float:
@@ -170,7 +180,11 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "distributed_sync": (True, None),
     "sync_expert_weight_amax": (False, None),
 }
+_PERCENTILES = ("anchor_percentile", "upper_percentile")
 _RANGES = {
+    "anchor_percentile": AlgorithmOption(float, maximum=100.0, excludes_minimum=True),
+    "upper_percentile": AlgorithmOption(float, maximum=100.0, excludes_minimum=True),
+    "rho": AlgorithmOption(float, maximum=28671.0, excludes_minimum=True),
     "alpha": AlgorithmOption(float),
     "alpha_step": AlgorithmOption(float, minimum=0.001),
     "perc_damp": AlgorithmOption(float, excludes_minimum=True),
@@ -189,10 +203,11 @@ _ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "awq": ("alpha_step", *_CLIPS),
     "svdquant": ("lowrank", "skip_layers"),
     "gptq": ("perc_damp", "block_size", "fused"),
+    "nvfp4_act_headroom": (*_PERCENTILES, "rho", "weight_scale_algorithm"),
     "none": (),
 }
-_UNSUPPORTED_ALGORITHMS = ("lsq", "nvfp4_act_headroom")
-"""ModelOpt algorithms without a counterpart, even if names look similar."""
+_WEIGHT_SCALES = ("max", "mse", "local_hessian")
+"""Algorithms that `weight_scale_algorithm` can name."""
 _ANY = ("method", "moe_calib_experts_ratio", "layerwise")
 _SHOWN = "get_qdq_activations_from_prev_layer"
 _LAYERWISE = (
@@ -207,7 +222,7 @@ _LAYERWISE = (
 def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -> dict[str, Any]:
     """Read the `algorithm` of a recipe: a name, nothing, or a mapping with options.
 
-    Options that only set search steps are listed in `notes`.
+    Options that only set search steps are listed in `notes`: ModelOpt alone takes them.
     """
     if node is not None and isinstance(node.value, list) and len(node.value) == 1:
         node = node.value[0]
@@ -219,8 +234,13 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
         return {"method": "none"}
     method = _name(node)
     name_node = node.get("method") or node
+    if method == "lsq":
+        message = "algorithm 'lsq' learns the scales of weights while a model trains, and this run "
+        message += "trains nothing"
+        problems.add(name_node.line, message, "take its scale_algorithm, such as mse")
+        return {"method": "none"}
     if method not in _ALGORITHMS:
-        hint = suggest("" if method in _UNSUPPORTED_ALGORITHMS else method, _ALGORITHMS)
+        hint = suggest(method, _ALGORITHMS)
         problems.add(name_node.line, f"algorithm {method!r} is not supported", hint)
         return {"method": "none"}
     if not isinstance(node.value, dict):
@@ -237,12 +257,21 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
             problems.add(line, f"{key} is {plain!r}", _RANGES[key].describe())
         elif key == "skip_layers" and not _is_patterns(plain):
             problems.add(line, f"{key} is {plain!r}", "a list of patterns of module names")
+        elif key == "weight_scale_algorithm":
+            if _name(value) not in _WEIGHT_SCALES:
+                message = f"{key} is {value.plain()!r}"
+                problems.add(line, message, "a mapping with method " + ", ".join(_WEIGHT_SCALES))
+            else:
+                read_method(value, problems, notes)
         elif key in _VALUES and plain not in _VALUES[key]:
             problems.add(line, f"{key} {_shorten(plain)} is not supported", "leave it out")
         elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
             searched.append(key)
     if searched:
-        notes.append(f"{method} uses fixed search steps and ignores {', '.join(searched)}")
+        notes.append(
+            f"--backend modelopt takes {', '.join(searched)}; megtool's own {method} has fixed "
+            "search steps"
+        )
     return dict(node.plain()) | {"method": method}
 
 

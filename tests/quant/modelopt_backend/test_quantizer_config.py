@@ -27,18 +27,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> None:
     decided = resolve_recipe(folder, "nvfp4")
     decisions = decided.matched.decisions
-    searched = replace(decided.recipe, algorithm={"method": "max", "four_over_six": True})
-    with raises(RecipeError, "four_over_six", hint="--backend megtool"):
+    searched = replace(decided.recipe, algorithm={"method": "max", "scale_search": True})
+    with raises(RecipeError, "scale_search", hint="--backend megtool"):
         build_modelopt_config(searched, decisions)
-    rounded = replace(decided.recipe, algorithm={"method": "gptq"})
-    with raises(RecipeError, "gptq", "NVFP4", hint="--backend megtool"):
-        build_modelopt_config(rounded, decisions)
+    theirs = replace(decided.recipe, dialect="modelopt", algorithm={"method": "gptq"})
+    with raises(RecipeError, "gptq", "NVFP4", hint="type: static"):
+        build_modelopt_config(theirs, decisions)
     folded = replace(decided.recipe, algorithm={"method": "awq", "fold": True})
     with raises(RecipeError, "fold", hint="--backend megtool"):
         build_modelopt_config(folded, decisions)
     observed = replace(decided.recipe, algorithm={"method": "percentile"})
     with raises(RecipeError, "'percentile'", hint="awq_full"):
         build_modelopt_config(observed, decisions)
+    fp8 = resolve_recipe(folder, "fp8")
+    with raises(RecipeError, "gptq chooses FP8 codes", hint="INT4, INT8 or NVFP4"):
+        rounded = replace(fp8.recipe, algorithm={"method": "gptq"})
+        build_modelopt_config(rounded, fp8.matched.decisions)
+    int4 = resolve_recipe(folder, "int4_weight_only", group_size=64)
+    fused = {"method": "gptq", "fused": True}
+    with raises(UsageError, "only on a GPU", hint="fused: false"):
+        on_gpu = replace(int4.recipe, dialect="modelopt", algorithm=fused)
+        build_modelopt_config(on_gpu, int4.matched.decisions)
     decided = resolve_recipe(folder, "mxfp4")
     searched = replace(decided.recipe, algorithm={"method": "mse"})
     with pytest.raises(UsageError, match="runs mse for MXFP4 only on a GPU"):
@@ -64,6 +73,25 @@ def test_nvfp4_is_rounded_by_us_where_modelopt_needs_a_gpu(folder: Path) -> None
     for device, ours in (("cpu", True), ("cuda", False)):
         config = build_modelopt_config(decided.recipe, decided.matched.decisions, device=device)
         assert {"backend" in e["cfg"] for e in config["quant_cfg"][1:]} == {ours}
+
+
+def test_scales_of_blocks_are_chosen_where_they_are_kept(folder: Path) -> None:
+    """What ModelOpt calls `dynamic` has none that an algorithm could choose."""
+    decided = resolve_recipe(folder, "nvfp4")
+    name = "model.layers.0.mlp.down_proj.weight_quantizer"
+    for algorithm, search in (
+        ({"method": "max"}, {}),
+        ({"method": "mse"}, {"fp8_scale_sweep": True}),
+        ({"method": "gptq"}, {}),
+        ({"method": "max", "four_over_six": True}, {"start_multiplier": 1.0, "step_size": 0.5}),
+    ):
+        recipe = replace(decided.recipe, algorithm=algorithm)
+        config = build_modelopt_config(recipe, decided.matched.decisions)
+        (entry,) = (e for e in config["quant_cfg"] if e["quantizer_name"] == name)
+        sizes = entry["cfg"]["block_sizes"]
+        assert sizes["type"] == ("dynamic" if algorithm == {"method": "max"} else "static")
+        assert bool(sizes.get("four_over_six")) == ("four_over_six" in algorithm)
+        assert config["algorithm"].items() >= search.items()
 
 
 def test_options_have_modelopts_names(folder: Path) -> None:

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from megtool.errors import CalibrationError
-from megtool.quant.modelopt_backend.unit_modules import UnitModules, WholeLinear, round_nvfp4
+from megtool.quant.modelopt_backend.unit_modules import (
+    UnitModules,
+    WholeLinear,
+    round_blocks,
+    round_nvfp4,
+)
 from tests.support.errors import raises
 
 
@@ -31,6 +36,32 @@ def test_rounding_is_modelopts(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted.to(dtype), rtol=0, atol=0)
     rows = weight.view(4, 8, 64)
     assert torch.equal(round_nvfp4(rows, quantizer).view(32, 64), found)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("largest", [448.0, 256.0])
+@pytest.mark.parametrize("factor", [1.0, 0.7, 1.5])
+def test_rounding_by_chosen_scales_is_modelopts(largest: float, factor: float) -> None:
+    """By the scales of its export, which its packed form has on any device."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 64, generator=generator)
+    weight[:, 3] *= 30
+    weight[7] *= 1e-5
+    amax = weight.view(-1, 16).abs().amax(1) * factor
+    quantizer = SimpleNamespace(
+        block_sizes={-1: 16, "four_over_six": largest == 256},
+        global_amax=weight.abs().amax(),
+        _amax=amax,
+    )
+    scale, second = NVFP4QTensor.get_weights_scaling_factor_from_quantizer(quantizer, weight)
+    packed, scale, second = NVFP4QTensor.quantize(weight, 16, scale, second)
+    wanted = packed.dequantize(
+        scale=scale, double_scale=second, block_sizes={-1: 16}, dtype=torch.float32
+    )
+    found = round_blocks(weight, amax, weight.abs().amax(), largest, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_blocks_that_do_not_divide() -> None:

@@ -32,7 +32,7 @@ from tests.support.quant.calibrated import (
     tokens,
 )
 from tests.support.quant.loaded import source_of
-from tests.support.quant.modelopt_on_transformers import calibrate_on_transformers
+from tests.support.quant.modelopt_on_transformers import calibrate_on_transformers, own_config
 from tests.support.worlds.gloo_world import run_world
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -123,6 +123,55 @@ def test_parameters_are_those_of_the_transformers_model(
     same(calibrate_by_modelopt(made), wanted)
 
 
+PRESETS, GENERAL = "configs/ptq/presets/model", "general/ptq"
+OWN = [
+    *(f"{PRESETS}/{n}" for n in ("int8_smoothquant", "nvfp4_awq_clip", "nvfp4_awq_full")),
+    *(f"{PRESETS}/{n}" for n in ("nvfp4_w4a4_weight_mse_fp8_sweep", "nvfp4_four_over_six")),
+    *(f"{PRESETS}/{n}" for n in ("w4a16_nvfp4", "w4a8_nvfp4_fp8", "fp8_per_channel_per_token")),
+    f"{GENERAL}/nvfp4_act_headroom-kv_fp8_cast",
+]
+
+
+@pytest.mark.parametrize("recipe", OWN)
+def test_recipes_of_modelopt_give_what_modelopt_reads_from_them(recipe: str, folder: Path) -> None:
+    path, config = own_config(recipe)
+    made = case(folder, path)
+    wanted = calibrate_on_transformers(folder, made.decided, made.batches, config)
+    same(calibrate_by_modelopt(made), wanted)
+
+
+def test_weights_are_weighed_by_their_inputs(folder: Path) -> None:
+    """ModelOpt's inputs of a layer are of others whose inputs it rounds; ours are of none."""
+    path, config = own_config(f"{PRESETS}/nvfp4_w4a4_weight_local_hessian")
+    made = case(folder, path)
+    wanted = calibrate_on_transformers(folder, made.decided, made.batches, config)
+    found = calibrate_by_modelopt(made)
+    nearest = calibrate_by_modelopt(case(folder, "nvfp4"))
+    for name, w in wanted.weights.items():
+        f = found.weights[name]
+        assert f.amax is not None
+        assert w.amax is not None
+        share = (f.amax == w.amax).mean()
+        assert share == 1 if name in ("layers.0.attn.q", "layers.0.attn.k") else share > 0.85
+        assert f.input_amax == nearest.weights[name].input_amax
+
+
+def test_gptq_keeps_the_scales_of_blocks(folder: Path) -> None:
+    path, config = own_config(f"{GENERAL}/nvfp4_default-kv_none-gptq")
+    made = case(folder, path)
+    found = calibrate_by_modelopt(made)
+    wanted = calibrate_on_transformers(folder, made.decided, made.batches, config)
+    for name in ("layers.0.attn.q", "layers.0.attn.k", "layers.0.attn.v"):
+        f, w = found.weights[name], wanted.weights[name]
+        np.testing.assert_array_equal(f.amax, w.amax)  # type: ignore[arg-type]
+        assert f.codes is not None
+        assert w.codes is not None
+        assert (f.codes == w.codes).mean() > 0.99
+        with CanonicalWeights(source_of(made.decided)) as weights:
+            weight = weights(name)
+        assert not torch.equal(fake_weight(weight, f), fake_weight(weight, replace(f, codes=None)))
+
+
 IN_LAYOUTS: dict[str, dict[str, Any]] = {
     "fp8_kv_fp8": {},
     "int8_sq": {},
@@ -134,8 +183,11 @@ IN_LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2}])
 def test_every_layout_finds_the_same(layout: dict[str, int], folder: Path) -> None:
-    results = run_world(modelopt_on_rank, 2, folder, IN_LAYOUTS, layout)
-    for i, (recipe, more) in enumerate(IN_LAYOUTS.items()):
+    own = [own_config(f"{GENERAL}/nvfp4_act_headroom-kv_fp8_cast")[0]]
+    own += [own_config(f"{PRESETS}/nvfp4_four_over_six")[0]]
+    recipes = IN_LAYOUTS | {str(path): {} for path in own}
+    results = run_world(modelopt_on_rank, 2, folder, recipes, layout)
+    for i, (recipe, more) in enumerate(recipes.items()):
         made = case(folder, recipe, **more)
         wanted = calibrate_by_modelopt(made)
         for found in results:

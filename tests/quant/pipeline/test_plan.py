@@ -70,7 +70,6 @@ def refused(source: Path, at: Path, **options: Any) -> MegtoolError:
 @pytest.mark.parametrize(
     ("recipe", "error", "told"),
     [
-        ("auto_nvfp4_fp8", RecipeError, "ModelOpt backend does not support 'kl_div'"),
         ("nvfp4_gptq", RecipeError, "ModelOpt stores pre_quant_scale"),
     ],
 )
@@ -80,6 +79,35 @@ def test_what_modelopt_cannot_do(
     found = refused(folder, tmp_path, recipe=recipe, backend="modelopt")
     assert isinstance(found, error)
     assert told in str(found)
+
+
+@pytest.mark.peers
+def test_recipes_of_modelopt_that_choose_formats_are_scored_by_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """By megtool's own scores they run anywhere, with ModelOpt's in one process alone."""
+    shipped = Path(pytest.importorskip("modelopt_recipes").__path__[0])
+    recipe = str(shipped / "general/auto_quantize/nvfp4_fp8_kl_div_at_5p4bits.yaml")
+    error = refused(folder, tmp_path, recipe=recipe, backend="modelopt", tp=2)
+    assert "ModelOpt scores the whole model in one process" in str(error)
+    quantize(folder, tmp_path / "out", recipe=recipe, tp=2, dry_run=True, **SMALL)
+    quantize(folder, tmp_path / "out", recipe=recipe, backend="modelopt", dry_run=True, **SMALL)
+
+
+def test_what_modelopt_alone_has_is_refused_without_it(folder: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipes" / "headroom.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "algorithm: nvfp4_act_headroom\nquant_cfg:\n"
+        "  - {quantizer_name: '*', enable: false}\n"
+        "  - {quantizer_name: '*proj.*_quantizer', cfg: {num_bits: e2m1, "
+        "block_sizes: {-1: 16, type: dynamic, scale_bits: e4m3}}}\n"
+        "  - {quantizer_name: '*output_quantizer', enable: false}\n"
+    )
+    (tmp_path / "at").mkdir()
+    error = refused(folder, tmp_path / "at", recipe=str(recipe))
+    assert isinstance(error, RecipeError)
+    assert "--backend modelopt" in str(error)
 
 
 def test_a_missing_package_before_any_work(

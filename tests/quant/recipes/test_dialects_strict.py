@@ -17,6 +17,7 @@ from tests.support.models import tiny_models
 
 OFF = {"quantizer_name": "*", "enable": False}
 FP8 = {"num_bits": "e4m3", "axis": None}
+HEADROOM: dict[str, Any] = {"method": "nvfp4_act_headroom"}
 NVFP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
 
 
@@ -73,6 +74,17 @@ def blocks(**more: Any) -> dict[str, Any]:
             modelopt(FP8, FP8, "max", {"quantizer_name": "*o_proj.output_quantizer", "cfg": FP8}),
             "quantizer like *o_proj.output_quantizer quantizes outputs",
         ),
+        (modelopt(NVFP4, blocks(four_over_six=True)), "four_over_six true"),
+        (modelopt(FP8, FP8, "lsq"), "'lsq' learns the scales of weights while a model trains"),
+        (modelopt(NVFP4, NVFP4, HEADROOM | {"rho": 30000}), "rho is 30000"),
+        (modelopt(NVFP4, NVFP4, HEADROOM | {"upper_percentile": 0}), "upper_percentile is 0"),
+        (modelopt(NVFP4, NVFP4, HEADROOM | {"weight_scale_algorithm": "gptq"}), "is 'gptq' (a map"),
+        (
+            modelopt(
+                NVFP4, NVFP4, HEADROOM | {"weight_scale_algorithm": {"method": "mse", "a": 1}}
+            ),
+            "unknown option 'a' of mse",
+        ),
         (modelopt(FP8, FP8, "maxx"), "algorithm 'maxx' is not supported (did you mean 'max'?)"),
         (
             modelopt(FP8, FP8, {"method": "svdquant", "lowrank": 8}),
@@ -115,7 +127,7 @@ def test_neutral_values_of_modelopt(llama: Path) -> None:
     algorithm = {"method": "mse", "fp8_scale_sweep": True, "layerwise": {"enable": False}}
     found = read(modelopt(blocks(four_over_six=False) | neutral, NVFP4 | free, algorithm), llama)
     assert "NVFP4" in {d.label for d in found.decisions}
-    assert any("uses fixed search steps and ignores fp8_scale_sweep" in n for n in found.notes)
+    assert any("--backend modelopt takes fp8_scale_sweep" in n for n in found.notes)
     told = read(modelopt(FP8, FP8, [{"method": "gptq", "perc_damp": 0.1}]), llama).notes
     assert "gptq has no effect on FP8 here; max is used" in told
 

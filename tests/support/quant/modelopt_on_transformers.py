@@ -22,16 +22,24 @@ from tests.support.quant.loaded import points_of
 
 
 def calibrate_on_transformers(
-    folder: Path, decided: ResolvedRecipe, batches: Sequence[Batch]
+    folder: Path,
+    decided: ResolvedRecipe,
+    batches: Sequence[Batch],
+    config: dict[str, Any] | None = None,
 ) -> QParams:
-    """What `mtq.quantize` finds for the transformers model of a folder, in float32."""
+    """What `mtq.quantize` finds for the transformers model of a folder, in float32; `config` is
+    ModelOpt's own (`own_config`), or what our decisions become."""
     import transformers
 
     mtq = import_modelopt()
     decisions = decided.matched.decisions
     names = {d.module.name: d.module.names_in("hf")[0] for d in decisions if d.format is not None}
-    config = build_modelopt_config(decided.recipe, decisions, names=names)
-    config["algorithm"].pop("layerwise", None)
+    if config is None:
+        config = build_modelopt_config(decided.recipe, decisions, names=names)
+    algorithm = config["algorithm"]
+    algorithm = {"method": algorithm} if isinstance(algorithm, str) else dict(algorithm)
+    algorithm.pop("layerwise", None)
+    config = config | {"algorithm": algorithm}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def run(model: Any) -> None:
@@ -47,8 +55,29 @@ def calibrate_on_transformers(
         {d.module.name: d for d in decisions},
         sites,
         map_norm_readers(sites, [d.module for d in decisions]),
-        chose_codes=config["algorithm"]["method"] == "gptq",
+        chose_codes=algorithm["method"] == "gptq",
     )
+
+
+def own_config(recipe: str) -> tuple[Path, dict[str, Any]]:
+    """A recipe that comes with ModelOpt, and the configuration that ModelOpt reads from it.
+
+    NVFP4 whose block scales follow the values is rounded by our emulation, as in `export_svdquant`.
+    """
+    import modelopt_recipes
+    from modelopt.recipe.loader import load_config, load_recipe
+    from modelopt.torch.quantization.config import QuantizeConfig
+
+    if recipe.startswith("general"):
+        read = load_recipe(recipe).quantize
+    else:
+        read = load_config(recipe, schema_type=QuantizeConfig)
+    config: dict[str, Any] = read.model_dump(exclude_unset=True)
+    for entry in config["quant_cfg"]:
+        sizes = (entry.get("cfg") or {}).get("block_sizes") or {}
+        if sizes.get("scale_bits") == (4, 3) and sizes.get("type") == "dynamic":
+            entry["cfg"] |= {"backend": ROUNDING}
+    return Path(modelopt_recipes.__path__[0]) / f"{recipe}.yaml", config
 
 
 def export_svdquant(
