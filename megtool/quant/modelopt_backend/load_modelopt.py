@@ -6,10 +6,10 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megtool.errors import MissingPackageError
+from megtool.errors import MissingPackageError, RecipeError
 
 
 @contextlib.contextmanager
@@ -45,3 +45,32 @@ def import_modelopt() -> Any:
     with silence_output():
         register()
     return mtq
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Have ModelOpt check its configuration, as it does only when it calibrates.
+
+    Raises:
+        RecipeError: a setting or an option that it does not take.
+    """
+    from modelopt.torch.quantization.config import QuantizeConfig
+    from modelopt.torch.quantization.mode import CalibrateModeRegistry, get_modelike_from_algo_cfg
+
+    try:
+        QuantizeConfig(**config)
+        ((name, options),) = get_modelike_from_algo_cfg(config["algorithm"])
+        CalibrateModeRegistry[name].config_class(**options)
+    except ValueError as error:
+        listed: list[Any] = getattr(error, "errors", list)()
+        problems = [f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in listed]
+        raise RecipeError(
+            f"ModelOpt does not take what the recipe says: {'; '.join(problems) or error}",
+            hint="change it as the message says, or leave it out",
+        ) from error
+    search = config["algorithm"]
+    first, last = (search.get(f"{end}_multiplier") for end in ("start", "stop"))
+    if (first or 0.25) > (last or 4.0):
+        raise RecipeError(
+            f"the search begins at {first or 0.25:g} times the amax and ends at {last or 4.0:g}",
+            hint="a stop_multiplier above start_multiplier",
+        )

@@ -204,7 +204,7 @@ def check_modelopt(request: QuantizeRequest) -> None:
         MissingPackageError, RecipeError, UsageError: see `build_modelopt_config`.
     """
     from megtool.quant.mixed_precision.decision_units import format_of
-    from megtool.quant.modelopt_backend.load_modelopt import import_modelopt
+    from megtool.quant.modelopt_backend.load_modelopt import check_config, import_modelopt
     from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
 
     import_modelopt()
@@ -214,7 +214,8 @@ def check_modelopt(request: QuantizeRequest) -> None:
             format_of(name, recipe, request.group_size) for name in d.choices if name != KEEP
         ]
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
-    build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
+    config = build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
+    check_config(config)
 
 
 def _calibrated(

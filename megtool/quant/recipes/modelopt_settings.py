@@ -189,6 +189,9 @@ _RANGES = {
     "alpha_step": AlgorithmOption(float, minimum=0.001),
     "perc_damp": AlgorithmOption(float, excludes_minimum=True),
     "lowrank": AlgorithmOption(int, minimum=1, maximum=4096),
+    "block_size": AlgorithmOption(int, minimum=1, maximum=1 << 20),
+    "max_co_batch_size": AlgorithmOption(int, minimum=1, maximum=1 << 20),
+    "max_tokens_per_batch": AlgorithmOption(int, minimum=1, maximum=1 << 20),
 }
 _SCALES = ("shared_states", "distributed_sync")
 _CLIPS = ("max_co_batch_size", "max_tokens_per_batch", "min_clip_ratio", "shrink_step", "debug")

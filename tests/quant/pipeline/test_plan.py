@@ -94,6 +94,37 @@ def test_recipes_of_modelopt_that_choose_formats_are_scored_by_it(
     quantize(folder, tmp_path / "out", recipe=recipe, backend="modelopt", dry_run=True, **SMALL)
 
 
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        ("{method: mse, step_size: -1}", "step_size: Input should be greater than 0"),
+        (
+            "{method: mse, fp8_scale_sweep: perhaps}",
+            "fp8_scale_sweep: Input should be a valid",
+        ),
+        ("{method: awq_clip, min_clip_ratio: 2}", "min_clip_ratio: Input should be less than 1"),
+        ("{method: mse, start_multiplier: 2, stop_multiplier: 1}", "begins at 2 times the amax"),
+        ("{method: gptq, block_size: 0}", "block_size is 0"),
+    ],
+)
+def test_options_that_modelopt_does_not_take(
+    algorithm: str, told: str, folder: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipes" / "own.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        f"algorithm: {algorithm}\nquant_cfg:\n"
+        "  - {quantizer_name: '*', enable: false}\n"
+        "  - {quantizer_name: '*weight_quantizer', cfg: {num_bits: 4, block_sizes: {-1: 32}}}\n"
+        "  - {quantizer_name: '*lm_head*', enable: false}\n"
+    )
+    (tmp_path / "at").mkdir()
+    error = refused(folder, tmp_path / "at", recipe=str(recipe), backend="modelopt")
+    assert isinstance(error, RecipeError)
+    assert told in str(error)
+
+
 def test_what_modelopt_alone_has_is_refused_without_it(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipes" / "headroom.yaml"
     recipe.parent.mkdir()
