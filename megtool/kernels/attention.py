@@ -58,7 +58,7 @@ def attention(
     if way == "few":
         return _few(*states, mask, rule, sinks_N)
     if way == "te":
-        return te_attention.attention(*states, mask, rule.scale)
+        return te_attention.attention(*states, mask, rule.scale, sinks_N)
     if way == "flex":
         return attention_flex.attention(*states, mask, rule, sinks_N).transpose(1, 2)
     table = None if mask.bias is None else mask.bias.table

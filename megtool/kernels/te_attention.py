@@ -4,7 +4,8 @@ Held against the sources of Transformer Engine 2.20
 (`pytorch/attention/dot_product_attention/dot_product_attention.py`). It chooses among cuDNN's and
 flash-attn's kernels and its own of torch's operations, which stores scores where no other is there
 (`NVTE_FUSED_ATTN`, `NVTE_FLASH_ATTN`, `NVTE_UNFUSED_ATTN`). Scale, groups of heads, sizes of values
-other than of keys, causal masks, windows and rows without padding are its own.
+other than of keys, causal masks, windows, rows without padding and, in whole rows, sinks are its
+own.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ def refuse(
     has_softcap: bool = False,
     has_dropout: bool = False,
     has_bias: bool = False,
-    has_sinks: bool = False,
+    has_window_sinks: bool = False,
 ) -> str:
     """Why attention of a model is left to our own kernels; empty if it is not.
 
-    Its soft caps need flash-attn, its sinks cuDNN, and its dropout has a generator of its own,
-    which leaves out other weights in a resumed run.
+    Its soft caps need flash-attn, its sinks within segments a cuDNN that releases do not bring, and
+    its dropout has a generator of its own, which leaves out other weights in a resumed run.
     """
     reasons = (
         (dtype not in (torch.bfloat16, torch.float16), "it has no kernels for float32"),
         (max(head_sizes) > MOST_SIZE, f"heads of more than {MOST_SIZE}"),
         (has_softcap, "a soft cap"),
-        (has_sinks, "sinks"),
+        (has_window_sinks, "sinks in a window"),
         (has_bias, "biases of scores"),
         (has_dropout, "dropout of weights, which a seed decides"),
     )
@@ -58,6 +59,8 @@ def is_able(
     if query.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
     is_whole = query.shape[2] == key.shape[2] > 1
+    if has_sinks and not (mask.is_plain and mask.is_causal):
+        return False
     return (
         is_whole
         and (mask.is_plain or mask.segments is not None)
@@ -67,26 +70,36 @@ def is_able(
             has_softcap=bool(rule.softcap),
             has_dropout=bool(rule.share),
             has_bias=mask.bias is not None,
-            has_sinks=has_sinks,
         )
     )
 
 
 def attention(
-    query_BNSD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor, mask: Mask, scale: float
+    query_BNSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSE: Tensor,
+    mask: Mask,
+    scale: float,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """The output, [B, S, N, E], where `is_able`."""
     states = query_BNSD, key_BKSD, value_BKSE
     with outside_region():
         if mask.segments is not None:
             return _within(states, mask.segments, scale)
-        return _of_rows(states, mask, scale)
+        return _of_rows(states, mask, scale, sinks_N)
 
 
-def _of_rows(states: tuple[Tensor, Tensor, Tensor], mask: Mask, scale: float) -> Tensor:
+def _of_rows(
+    states: tuple[Tensor, Tensor, Tensor], mask: Mask, scale: float, sinks_N: Tensor | None
+) -> Tensor:
     """Of whole rows to themselves."""
     b, n, s, _ = states[0].shape
-    out_BSC: Tensor = _of(states, scale)(
+    module = _of(states, scale, has_sinks=sinks_N is not None)
+    if sinks_N is not None:  # lent for this call, in place of its own parameter
+        module._parameters.pop("softmax_offset", None)
+        module.softmax_offset = sinks_N
+    out_BSC: Tensor = module(
         *(x.transpose(1, 2).contiguous() for x in states),
         qkv_format="bshd",
         attn_mask_type="causal" if mask.is_causal else "no_mask",
@@ -112,19 +125,20 @@ def _within(states: tuple[Tensor, Tensor, Tensor], segments: Segments, scale: fl
     return out_TC.view(b, s, n, -1)
 
 
-def _of(states: tuple[Tensor, Tensor, Tensor], scale: float) -> Any:
+def _of(states: tuple[Tensor, Tensor, Tensor], scale: float, *, has_sinks: bool = False) -> Any:
     query, key, value = states
     sizes = query.shape[-1], value.shape[-1]
-    return _module(query.shape[1], key.shape[1], sizes, scale)
+    return _module(query.shape[1], key.shape[1], sizes, scale, has_sinks)
 
 
 @cache
-def _module(heads: int, groups: int, sizes: tuple[int, int], scale: float) -> Any:
-    """Transformer Engine's attention, which has no parameters."""
+def _module(heads: int, groups: int, sizes: tuple[int, int], scale: float, has_sinks: bool) -> Any:
+    """Transformer Engine's attention, without parameters of its own."""
     return transformer_engine.load().pytorch.DotProductAttention(
         num_attention_heads=heads,
         kv_channels=sizes,
         num_gqa_groups=groups,
         attention_dropout=0.0,
         softmax_scale=scale,
+        softmax_type="learnable" if has_sinks else "vanilla",
     )

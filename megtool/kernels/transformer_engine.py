@@ -25,12 +25,12 @@ _LEAST = (2, 9)
 SCOPE = (
     "Transformer Engine runs the norms that have weights, and the activations silu, quick_gelu, "
     "relu, relu2 and gelu by tanh, gated or not, without limit and offset (but not exact gelu), "
-    "in 16 bits attention of whole rows, also within documents, chunks and windows (without soft "
-    "caps, sinks, biases and dropout), and in training Adam, and in 16 bits or FP8 norms together "
-    "with the linear layer or the MLP behind them, and experts (`finetune --dry-run` shows which); "
-    "rotary embedding, other attention, dispatch to experts and cross entropy are megtool's own "
-    "kernels, and other matrix products torch's, but for linear layers in FP8 (--fp8-recipe), "
-    "which are Transformer Engine's"
+    "in 16 bits attention of whole rows, also with sinks, or within documents, chunks and windows "
+    "(without soft caps, biases and dropout), and in training Adam, and in 16 bits or FP8 norms "
+    "together with the linear layer or the MLP behind them, and experts (`finetune --dry-run` "
+    "shows which); rotary embedding, other attention, dispatch to experts and cross entropy are "
+    "megtool's own kernels, and other matrix products torch's, but for linear layers in FP8 "
+    "(--fp8-recipe), which are Transformer Engine's"
 )
 
 # Our names of activations; its "gelu" is the tanh approximation, and it has no exact one.

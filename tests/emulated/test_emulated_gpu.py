@@ -179,8 +179,19 @@ def test_transformer_engines_modules_run_there(
 ) -> None:
     """Its own Python part, with products of torch (`tests/support/emulated/te_extension.py`)."""
     release = install_release("transformer_engine==2.20.2", tmp_path / "te")
-    told = run_tests(checkout, library, str(release), "gpu", *BY_TE, "-k", "not blockwise")
+    assert " passed" in run_tests(checkout, library, str(release), "gpu", *BY_TE)
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_transformer_engines_mxfp8_runs_on_a_later_one(
+    library: Path, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMULATED_MAJOR", "10")
+    release = install_release("transformer_engine==2.20.2", tmp_path / "te")
+    told = run_tests(checkout, library, str(release), "gpu", *BY_TE, "-k", "mxfp8")
     assert " passed" in told
+    assert "skipped" not in told
 
 
 @pytest.mark.slow

@@ -86,6 +86,28 @@ def test_it_is_attention(
         torch.testing.assert_close(one.float().cpu(), other, rtol=3e-2, atol=5e-2)
 
 
+@pytest.mark.gpu
+@without_te
+def test_sinks_take_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And have gradients; two layers share its module."""
+    monkeypatch.setattr(ways, "NUM_PAIRS", 0)
+    monkeypatch.setattr(ways, "_FEW_QUERIES", 0)
+    given, mask, rule = states(), mask_of("causal", in_documents=False), ScoreRule(scale=0.3)
+    sinks = [torch.tensor([2.0, -1.0, 0.5, 3.0]) + i for i in range(2)]
+    theirs = [s.bfloat16().cuda().requires_grad_() for s in sinks]
+    ours = [s.bfloat16().float().requires_grad_() for s in sinks]
+    wide = [x.detach().float().cpu().requires_grad_() for x in given]
+    with use("te"):
+        assert choose_way(given, mask, rule, has_sinks=True) == "te"
+        outs = [attention(*given, mask, rule, s) for s in theirs]
+    wants = [attention(wide[0], wide[1], wide[2], mask, rule, s) for s in ours]
+    got = torch.autograd.grad(sum(o.float().square().sum() for o in outs), [*given, *theirs])  # type: ignore[arg-type]
+    want = torch.autograd.grad(sum(o.square().sum() for o in wants), [*wide, *ours])  # type: ignore[arg-type]
+    for one, other in zip((*outs, *got), (*wants, *want), strict=True):
+        torch.testing.assert_close(one.float().cpu(), other, rtol=3e-2, atol=5e-2)
+    assert not torch.equal(outs[0], outs[1])
+
+
 def test_what_is_left_to_our_own_kernels_has_a_reason() -> None:
     kind, sizes = torch.bfloat16, (128, 128)
     assert refuse(kind, sizes) == ""
@@ -94,7 +116,7 @@ def test_what_is_left_to_our_own_kernels_has_a_reason() -> None:
     assert "256" in refuse(kind, (512, 128))
     for name, word in (
         ("has_softcap", "soft cap"),
-        ("has_sinks", "sinks"),
+        ("has_window_sinks", "sinks in a window"),
         ("has_bias", "biases"),
         ("has_dropout", "dropout"),
     ):
@@ -111,7 +133,10 @@ def test_tokens_of_a_cache_and_of_a_cpu_are_not_its(monkeypatch: pytest.MonkeyPa
     whole = query, key, value
     assert is_able(whole, Mask(is_causal=True), rule, has_sinks=False)
     assert not is_able((query[:, :, -1:], key, value), Mask(), rule, has_sinks=False)
-    assert not is_able(whole, Mask(is_causal=True), rule, has_sinks=True)
+    assert is_able(whole, Mask(is_causal=True), rule, has_sinks=True)
+    near = mask_of("window", in_documents=False, device="cpu")
+    assert is_able(whole, near, rule, has_sinks=False)
+    assert not is_able(whole, near, rule, has_sinks=True)
     capped = ScoreRule(scale=1.0, softcap=30.0)
     assert not is_able(whole, Mask(is_causal=True), capped, has_sinks=False)
     padded = Mask(first_BS=torch.zeros(1, LENGTH), last_BS=torch.zeros(1, LENGTH))

@@ -178,7 +178,9 @@ class _Chooser:
             sizes,
             has_softcap=bool(config.attn_softcap),
             has_bias=config.position_embedding in ("alibi", "relative"),
-            has_sinks=config.attn_sinks and self.layer.layer in config.sink_layers,
+            has_window_sinks=config.attn_sinks
+            and self.layer.layer in config.sink_layers
+            and config.has_window(self.layer.layer),
         )
 
     def _refuse_experts(self, module: ExpertLinear, name: str) -> str:

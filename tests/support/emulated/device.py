@@ -10,7 +10,8 @@ device, streams, events and graphs. Operations run on the CPU, on the same bytes
 CUDA's would: tensors on two devices, the generator of another one, a host that waits while a graph
 is captured, operands that FP8 and grouped products do not take. A capture that broke leaves its
 stream behind, as torch's does. What it cannot show is asynchrony: all streams are one, and every
-event has happened. Triton's kernels run in its interpreter.
+event has happened. Triton's kernels run in its interpreter. The variable EMULATED_MAJOR is the
+device's compute capability (9: Hopper).
 """
 
 from __future__ import annotations
@@ -184,8 +185,9 @@ def start(library: Path) -> None:
     import torch
 
     emulation = Emulation(loaded)
+    major = int(os.environ.get("EMULATED_MAJOR", "9"))
     facts = SimpleNamespace(
-        name="emulated", major=9, minor=0, multi_processor_count=4, total_memory=140 * GIB
+        name="emulated", major=major, minor=0, multi_processor_count=4, total_memory=140 * GIB
     )
     seeds = emulation.generator
     here: dict[str, Any] = {
@@ -196,7 +198,7 @@ def start(library: Path) -> None:
         "set_device": lambda device: None,
         "device": contextlib.nullcontext,
         "get_device_properties": lambda device=None: facts,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_capability": lambda device=None: (major, 0),
         "get_device_name": lambda device=None: facts.name,
         "mem_get_info": lambda device=None: (100 * GIB, 140 * GIB),
         "max_memory_allocated": lambda device=None: 0,

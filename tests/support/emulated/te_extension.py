@@ -3,8 +3,8 @@
 `install` puts it where the Python part of release 2.20 looks for it, so that this runs on the
 emulated device (`tests.support.emulated.device`): its modules, autograd functions, recipes and
 optimizer are its own, and what it calls in C++ is here. Formats are FP8 with one scale for each
-tensor (delayed and current scaling). Arithmetic is that of the formats, not that of the kernels:
-products of FP8 are products of fp32.
+tensor (delayed and current scaling), with fp32 scales of 128 elements or 128 x 128, and MXFP8.
+Arithmetic is that of the formats, not that of the kernels: products of FP8 are products of fp32.
 
 Signatures are those of `transformer_engine/pytorch/csrc/extensions/pybind.cpp` at release 2.20.
 """
@@ -89,19 +89,109 @@ CALLS: list[str] = []
 
 def plain(x: Any, columns: bool = False) -> Tensor:
     """The fp32 values of a tensor, or of one in FP8 by its rows or its columns."""
+    if hasattr(x, "_rowwise_data"):
+        return plain_blocks(x, columns)
     if isinstance(x, Tensor) and not hasattr(x, "_scale_inv"):
         return x.float()
     kind = TORCH[int(x._fp8_dtype)]
-    if columns or x._data is None:
-        assert x._transpose is not None, "columns of a tensor in FP8 that has none"
-        assert not x._transpose_invalid
+    has_columns = x._transpose is not None and not x._transpose_invalid
+    reads_both = torch.cuda.get_device_capability()[0] >= 10  # products of any layout
+    if x._data is None or (columns and not reads_both):
+        assert has_columns, "columns of a tensor in FP8 that has none"
         values = x._transpose.view(kind).float() * x._scale_inv
         return values.movedim(0, -1)
     return x._data.view(kind).float() * x._scale_inv  # type: ignore[no-any-return]
 
 
+def spread(scale: Tensor, rows: int, columns: int, shape: Sequence[int]) -> Tensor:
+    """Each block's scale at its elements; blocks at the ends may be cut."""
+    whole = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return whole[: shape[0], : shape[1]]
+
+
+def encode_blocks(x: Tensor, rows: int, columns: int, quantizer: Any) -> tuple[Tensor, Tensor]:
+    """The bytes of a matrix in FP8, and each block's scale for the way back: fp32, or its exponent
+    (`compute_scale_from_amax` of `common/recipe/recipe_common.cuh`, `float_to_e8m0` of
+    `common/util/ptx.cuh`)."""
+    limit = LARGEST[int(quantizer.dtype)]
+    m, k = x.shape
+    padded = F.pad(x, (0, -k % columns, 0, -m % rows)).abs()
+    amax = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
+    if hasattr(quantizer, "block_scaling_dim"):
+        amax = amax.clamp(min=quantizer.amax_epsilon)
+        scale = torch.where((amax == 0) | amax.isinf(), 1.0, limit / amax)
+        scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        if quantizer.force_pow_2_scales:
+            scale = torch.exp2(scale.log2().floor())
+        stored = scale.reciprocal()
+    else:
+        share, exponent = torch.frexp(amax / limit)
+        stored = torch.where(share == 0.5, exponent - 1, exponent) + 127
+        stored = torch.where(share == 0, 0, stored).clamp(0, 254).to(torch.uint8)
+        scale = torch.exp2(127 - stored.float())
+    data = (x * spread(scale, rows, columns, x.shape)).clamp(-limit, limit)
+    return data.to(TORCH[int(quantizer.dtype)]).view(torch.uint8), stored
+
+
+def quantize_blocks(tensor: Tensor, quantizer: Any, output: Any) -> Any:
+    """In FP8 by blocks, of the rows and of the columns; scales lie as the kernels need them."""
+    x = tensor.detach().float().reshape(-1, tensor.shape[-1])
+    made: dict[str, Tensor | None] = {}
+    for way, used in (("row", quantizer.rowwise_usage), ("column", quantizer.columnwise_usage)):
+        data = scale = None
+        if used:
+            specs = quantizer.get_scale_shape(tensor.shape, columnwise=way == "column")
+            if hasattr(quantizer, "block_scaling_dim"):  # columns are transposed
+                rows = 128 if quantizer.block_scaling_dim == 2 else 1
+                given = x if way == "row" else x.t().contiguous()
+                data, stored = encode_blocks(given, rows, 128, quantizer)
+                shape = tuple(tensor.shape)
+                if way == "column":
+                    shape = quantizer.get_columnwise_shape(tensor.shape)
+                data = data.view(shape)
+                stored = stored.t() if rows == 1 else stored
+            else:
+                sides = (1, 32) if way == "row" else (32, 1)
+                data, stored = encode_blocks(x, *sides, quantizer)
+                data = data.view(tensor.shape)
+            scale = stored.new_zeros(specs)
+            scale[: stored.shape[0], : stored.shape[1]] = stored
+        made |= {f"{way}wise_data": data, f"{way}wise_scale_inv": scale}
+    if output is not None:
+        for name, value in made.items():
+            if (old := getattr(output, f"_{name}")) is not None:
+                old.copy_(value)
+        return output
+    kept = quantizer.storage_metadata(tensor.dtype)
+    facts = made | kept["nontensor_kwargs"]
+    if quantizer.internal:
+        return kept["cls"](**facts)
+    facts.pop("fake_dtype")
+    return kept["cls"](shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, **facts)
+
+
+def plain_blocks(x: Any, columns: bool) -> Tensor:
+    """The values of a tensor in FP8 by blocks."""
+    columns = columns or x._rowwise_data is None
+    data = x._columnwise_data if columns else x._rowwise_data
+    scale = x._columnwise_scale_inv if columns else x._rowwise_scale_inv
+    assert data is not None, "columns of a tensor in FP8 that has none"
+    values = data.view(TORCH[int(x._fp8_dtype)]).float()
+    if hasattr(x, "_is_2D_scaled"):
+        flat = values.flatten(1) if columns else values.flatten(0, -2)
+        rows = 128 if x._is_2D_scaled else 1
+        by_block = scale if x._is_2D_scaled else scale.t()
+        flat = flat * spread(by_block, rows, 128, flat.shape)
+        return flat.view(data.shape).movedim(0, -1) if columns else flat.view(data.shape)
+    flat = values.flatten(0, -2)
+    sides = (32, 1) if columns else (1, 32)
+    return (flat * spread(torch.exp2(scale.float() - 127), *sides, flat.shape)).view(data.shape)
+
+
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
     """In FP8, by the scale that a quantizer has, or by that of the largest magnitude."""
+    if type(quantizer).__name__ in ("Float8BlockQuantizer", "MXFP8Quantizer"):
+        return quantize_blocks(tensor, quantizer, output)
     kind = int(quantizer.dtype)
     largest = tensor.detach().float().abs().amax() if tensor.numel() else tensor.new_zeros(())
     largest = largest.float().reshape(1)
@@ -169,7 +259,8 @@ def multiply(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     """cuBLAS's product of matrices that it sees by columns: `op(b) op(a)` by rows, in fp32."""
     left = plain(b, columns=transb).flatten(0, -2)
     right = plain(a, columns=not transa).flatten(0, -2)
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and not hasattr(a, "_scale_inv"):
+    is_plain = not hasattr(a, "_scale_inv") and not hasattr(a, "_rowwise_data")
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and is_plain:
         assert a.dtype == b.dtype, (a.dtype, b.dtype)
     return (left.t() if transb else left) @ (right.t() if transa else right)
 
@@ -540,7 +631,7 @@ def install(folder: Path) -> None:
     # It loads no shared libraries then, and compiles nothing.
     os.environ |= {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
     os.environ |= {"NVTE_MASKED_SOFTMAX_FUSION": "0"}
-    torch.version.cuda = "12.8"  # before FP8 by blocks, which is not emulated
+    torch.version.cuda = "12.9"  # from which on FP8 goes by blocks
     sys.modules[NAME] = make()
     # Needed by its export to ONNX and its caches alone.
     for name in ("transformer_engine.pytorch.onnx_extensions", "einops"):

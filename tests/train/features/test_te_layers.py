@@ -104,7 +104,7 @@ def test_what_a_module_cannot_do_is_ours(more: dict[str, Any], qkv: str, mlp: st
     ("more", "reason"),
     [
         ({"attn_softcap": 30.0}, "soft cap"),
-        ({"attn_sinks": True}, "sinks"),
+        ({"attn_sinks": True, "window_size": 8}, "sinks in a window"),
         ({"position_embedding": "alibi"}, "biases"),
         ({"head_dim": 512}, "256"),
     ],
@@ -114,6 +114,12 @@ def test_attention_that_is_left_to_our_own_kernels(more: dict[str, Any], reason:
     core = found["decoder.layers.0.self_attention.core_attention"]
     assert core.module is None
     assert reason in core.reason
+
+
+def test_sinks_of_whole_rows_are_its_own() -> None:
+    found = by_owner(choose_te_modules(stages(ModelConfig(**SIZES, attn_sinks=True))))
+    core = found["decoder.layers.0.self_attention.core_attention"]
+    assert core.module == "DotProductAttention"
 
 
 def test_experts_are_grouped_linears_whose_norm_is_their_own() -> None:
