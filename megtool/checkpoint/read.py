@@ -32,11 +32,10 @@ class CheckpointReader:
     """
 
     def __init__(self, catalogue: Catalogue, files: Files, *, is_strict: bool = True) -> None:
-        self.is_strict = is_strict
         self.catalogue = catalogue
         self.files = files
         self.open_files = SourceFiles(files, [catalogue])
-        self.locator = ShardLocator(catalogue)
+        self.locator = ShardLocator(catalogue, is_strict=is_strict)
 
     def open_stored(self, name: str) -> TensorView:
         """Open a tensor as stored."""
@@ -107,7 +106,6 @@ class TensorView:
             target=self.dtype,
             tile_bytes=size,
             shift=-self._placement.shift,
-            is_strict=self._reader.is_strict,
         )
         step = strides(self.shape)
         with closing(reader.tiles(lo, self.shape)) as stream:

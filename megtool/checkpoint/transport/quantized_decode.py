@@ -41,12 +41,10 @@ def open_tile_reader(
     target: DType,
     tile_bytes: int,
     shift: float = 0.0,
-    is_strict: bool = True,
 ) -> TileReader | PackedTileReader:
     """Open a tensor, quantized or not, to read tiles converted to `target`.
 
-    `shift` is added to the elements of one that is not quantized; `is_strict` refuses scales by
-    which elements of one that is become NaN or infinite.
+    `shift` is added to the elements of one that is not quantized.
     """
     if file_view.packed is None:
         return TileReader(
@@ -65,8 +63,6 @@ def open_tile_reader(
         files,
         open_files,
         buffers,
-        name=source.name,
-        is_strict=is_strict,
         target=target,
         tile_bytes=tile_bytes,
     )
@@ -77,7 +73,6 @@ class PackedTileReader:
 
     A tile is filled in boxes of at most `DECODE_ELEMENTS` stored elements, cut so that the codes
     stay contiguous in their file. So memory is bounded even if the view transposes that order.
-    `name` is the tensor's in errors: scales may be NaN, or too large (`FormatError`).
     """
 
     def __init__(
@@ -88,13 +83,10 @@ class PackedTileReader:
         open_files: OpenFiles,
         buffers: Buffers,
         *,
-        name: str,
-        is_strict: bool,
         target: DType,
         tile_bytes: int,
     ) -> None:
         self._packed, self._buffers, self._target = packed, buffers, target
-        self._name, self._is_strict = name, is_strict
         self._tile_bytes = tile_bytes
         self._cell = max(target.itemsize, 4)
         self._max_elements = min(DECODE_ELEMENTS, max(tile_bytes // 4, 1024))
@@ -165,9 +157,9 @@ class PackedTileReader:
             traffic.read(first, raw)
             windows[part.role] = raw.view(dtype(part.dtype).view)
         try:
-            numbers = decode(p.packing, p.parts, windows, lo, hi, is_strict=self._is_strict)
+            numbers = decode(p.packing, p.parts, windows, lo, hi, is_strict=p.is_strict)
         except FormatError as e:
-            e.file, e.tensor = str(p.file_views[0].paths[0]), self._name
+            e.file, e.tensor = str(p.file_views[0].paths[0]), p.name
             raise
         order = p.parts[0].order
         solid = np.ascontiguousarray(numbers.transpose(order))

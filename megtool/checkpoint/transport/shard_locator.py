@@ -28,8 +28,12 @@ class PackedFileView:
     The element at view index `x` is stored element `base[d] + sum(x * mults)` in every dimension
     `d` of the tensor that `dims` name. `file_views[i]` covers the whole array `parts[i]`; codes
     come first. `grain` is the number of elements per dimension that cannot be read separately.
+    `name` is the tensor's; with `is_strict`, scales that make its elements NaN or infinite are an
+    error when it is decoded.
     """
 
+    name: str
+    is_strict: bool
     packing: str
     dims: tuple[int, ...]
     mults: tuple[int, ...]
@@ -72,10 +76,16 @@ class FileView:
 
 
 class ShardLocator:
-    """Locates a catalogue's tensors in files; each shard once, in batches, at first use."""
+    """Locates a catalogue's tensors in files; each shard once, in batches, at first use.
 
-    def __init__(self, catalogue: Catalogue, paths: Sequence[Path] | None = None) -> None:
+    `is_strict`: see `PackedFileView`.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, paths: Sequence[Path] | None = None, *, is_strict: bool = True
+    ) -> None:
         self.catalogue = catalogue
+        self._is_strict = is_strict
         self._paths = paths
         self._offset = np.full(len(catalogue.shards), -1, np.int64)
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -159,6 +169,8 @@ class ShardLocator:
             hi=shape,
             cell_bytes=1,
             packed=PackedFileView(
+                name=stored.name,
+                is_strict=self._is_strict,
                 packing=stored.packing or "",
                 dims=placement.dims,
                 mults=placement.mults,
