@@ -40,8 +40,8 @@ docs: .venv/docs ## write the reference pages, then build the site; a broken lin
 	$(BIN)/python docs/generate.py
 	$(BIN)/zensical build --config-file docs/zensical.toml --strict --clean
 
-bench: .venv/dev ## run the benchmarks behind docs/benchmarks.md
-	@set -e; for script in examples/benchmarks/*.py; do \
+bench: .venv/dev ## run the benchmarks behind docs/benchmarks.md that need no arguments
+	@set -e; for script in $$(grep -L 'required=True' examples/benchmarks/*.py); do \
 		echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove .venv and what the tools left behind

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megtool import quantize
@@ -68,6 +69,9 @@ OPTIONS = {
         "--rounds",
         "1",
         "--no-peer",
+    ],
+    "post_training_speed.py": [
+        *("--gib", "0.06", "--rows", "2", "--length", "32", "--steps", "2", "--rounds", "1"),
     ],
     "quantize_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "export_speed.py": ["--gib", "0.05", "--rounds", "1"],
@@ -269,6 +273,17 @@ def test_calibration_is_timed_and_watched(measure: Measure) -> None:
     assert [f["job"].split(",")[0] for f in figures] == ["megtool", "large"]
     assert min(f["tokens_per_second"] for f in figures) > 0
     assert max(f["peak_bytes"] for f in figures) < 1536 * MIB
+
+
+@pytest.mark.peers
+def test_post_training_is_timed_beside_modelopt(measure: Measure) -> None:
+    _, figures = measure("post_training_speed.py")
+    assert [f["job"] for f in figures] == ["megatron", "backend", "distill", "eagle"]
+    for f in figures:
+        assert min(f["speedup"], *f["peak_bytes"]) > 0
+    for name in ("distill", "eagle"):
+        (peer, ours) = next(f["facts"] for f in figures if f["job"] == name)
+        assert np.isfinite([peer["loss"], ours["loss"]]).all()
 
 
 @pytest.mark.peers

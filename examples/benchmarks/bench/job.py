@@ -13,6 +13,7 @@ from pathlib import Path
 
 import attention
 import models
+import post_training
 from phases import Options, Phases
 
 
@@ -215,6 +216,13 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "gradient_accumulation": models.gradient_accumulation,
     "through_buffer": through_buffer,
     "metadata": metadata,
+    "quantize_megatron": post_training.quantize_megatron,
+    "quantize_folder": post_training.quantize_folder,
+    "peer_quantize_megatron": post_training.peer_quantize_megatron,
+    "peer_quantize_folder": post_training.peer_quantize_folder,
+    "finetune": post_training.finetune,
+    "peer_draft_head": post_training.peer_draft_head,
+    "peer_distillation": post_training.peer_distillation,
 }
 
 if __name__ == "__main__":
