@@ -80,7 +80,7 @@ def test_one_fault_at_every_call(  # W1, W2
 @pytest.mark.parametrize(
     ("fault", "every"),
     [
-        (errno.ENOSPC, 7),
+        pytest.param(errno.ENOSPC, 7, marks=pytest.mark.slow),
         ("kill", 7),
         ("torn", 5),
         pytest.param("torn", 1, marks=pytest.mark.slow),
@@ -100,7 +100,7 @@ def test_faults_in_other_jobs(tmp_path: Path, scenario: str, fault: int | str, o
     strike(make(tmp_path, SCENARIOS[scenario]), fault, old=old, every=every)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_a_disk_that_stays_full_or_broken(tmp_path: Path, code: int) -> None:
     strike(make(tmp_path, SCENARIOS["to torch_dist"]), code, old=False, every=7, lasting=True)
 

@@ -216,8 +216,14 @@ def on_ranks(
         pytest.param({"bf16": True}, marks=pytest.mark.slow),
         {"tp": 2},  # gloo scatters sums by operations of its own
         pytest.param({"pp": 2, "fp32": True}, marks=pytest.mark.slow),
-        {"pp": 2, "bf16": True, "hidden_dropout": 0.1, "recompute_granularity": "full"},
-        {"pp": 2, "fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1},
+        pytest.param(
+            {"pp": 2, "bf16": True, "hidden_dropout": 0.1, "recompute_granularity": "full"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"pp": 2, "fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"pp": 2, "vpp": 2, "bf16": True}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "overlap_p2p_communication": True}, marks=pytest.mark.slow),
         {"pp": 2, "bf16": True, "fp8_recipe": "delayed", "fp8_amax_history_len": 3},

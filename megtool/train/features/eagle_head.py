@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megtool.checkpoint.storage.location import location
 from megtool.errors import MissingPackageError, RecipeError
 from megtool.model_config import ModelConfig
 from megtool.quant.modelopt_backend.load_modelopt import silence_output
@@ -227,7 +228,7 @@ class EagleHead:
     ) -> None:
         mtsp = _import_speculative()
         settings = copy.deepcopy(dict(eagle_config))
-        if draft_vocabulary is not None and Path(draft_vocabulary).is_file():
+        if draft_vocabulary is not None and location(draft_vocabulary).is_file():
             _check_draft_vocabulary(draft_vocabulary, config.vocab_size, file)
         settings["eagle_architecture_config"] |= {
             n: v for n, v in (tokens or {}).items() if n in _TOKENS and v is not None

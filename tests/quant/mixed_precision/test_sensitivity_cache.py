@@ -75,7 +75,7 @@ def batches() -> list[Batch]:
     return [Batch(tokens_BS=torch.randint(0, 128, (3, 32), generator=generator)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("method", ["kl_div", "gradient"])
+@pytest.mark.parametrize("method", ["kl_div", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_what_is_finished_is_not_measured_again(
     decided: ResolvedRecipe,
     batches: list[Batch],

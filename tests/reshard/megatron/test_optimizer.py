@@ -64,12 +64,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n
-        if n in ("dense", "biased", "qk norm", "experts")
-        else pytest.param(n, marks=pytest.mark.slow)
-        for n in MODELS
-    ],
+    [n if n in ("dense", "experts") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
 )
 @settings(
     max_examples=4,
