@@ -76,8 +76,8 @@ def main() -> None:
             f"{given.length} random tokens (in each of {given.steps} steps of training), "
             f"{given.threads} threads. "
             "Each job in a fresh process, in turn; seconds are from the path of the checkpoint to "
-            "what is written, without imports. MiB is anonymous and shared memory of the whole "
-            "process when it had most."
+            "what is written, without imports; trained models are written with optimizer state. "
+            "MiB is anonymous and shared memory of the whole process when it had most."
         )
         show(given, root, [table], note)
 

@@ -29,6 +29,10 @@ def _quantize(options: Options, phase: Phases, **how: Any) -> Options:
 
     import megtool.quant.pipeline.pipeline  # noqa: F401  # what peers import is imported before
     from megtool import quantize
+    from megtool.quant.modelopt_backend.load_modelopt import import_modelopt
+
+    if how.get("backend") == "modelopt":
+        import_modelopt()
 
     torch.set_num_threads(options["threads"])
     with phase("job"):
@@ -165,6 +169,9 @@ def finetune(options: Options, phase: Phases) -> Options:
     import megtool.train.run  # noqa: F401  # what peers import is imported before
     from megtool import finetune
 
+    if "eagle" in options["more"]:
+        import modelopt.torch.speculative.plugins.hf_eagle  # noqa: F401
+        import transformers  # noqa: F401
     torch.set_num_threads(options["threads"])
     with phase("job"):
         report = finetune(
@@ -264,6 +271,9 @@ def _train(module: Any, options: Options, loss_of: Callable[[Any], Any]) -> floa
         torch.nn.utils.clip_grad_norm_(wanted, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    target = Path(options["destination"])
+    target.mkdir(parents=True)
+    torch.save(optimizer.state_dict(), target / "optimizer.pt")  # as transformers' Trainer does
     return float(loss)
 
 
