@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ class ModelOptSolver:
         quantized_sites = [s for s in sites if any(self._format_of(m) for m in s.modules)]
         if not quantized_sites:
             return QParams()
+        gc.collect()  # ModelOpt's modules refer to themselves, so those of the last unit remain
         stage = self._stage
         owners = {site.name: i % stage.size for i, site in enumerate(quantized_sites)}
         own_sites = quantized_sites[stage.rank :: stage.size]

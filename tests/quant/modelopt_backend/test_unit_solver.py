@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from megtool.errors import CalibrationError, MissingPackageError
 from megtool.model.batch import Batch
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.modelopt_backend.unit_solver import ModelOptSolver
 from megtool.quant.pipeline.write import write
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
@@ -350,6 +353,30 @@ def test_units_that_are_done_are_not_solved_again(
     assert [s[0].split(".")[1] for s in solved[:3]] == ["0", "1", "1"]
     monkeypatch.undo()
     same(found, calibrate_by_modelopt(made), rtol=0)
+
+
+def test_a_unit_leaves_memory_before_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier: list[weakref.ref[Any]] = []
+    units = 0
+    quantize = ModelOptSolver._quantize
+
+    def quantize_unit(solver: ModelOptSolver, modules: Any, rounds: Any) -> None:
+        nonlocal units
+        assert not [name() for name in earlier if name() is not None]
+        quantize(solver, modules, rounds)
+        earlier.extend(weakref.ref(m) for m in modules.values())
+        units += 1
+
+    monkeypatch.setattr(ModelOptSolver, "_quantize", quantize_unit)
+    gc.disable()
+    try:
+        calibrate_by_modelopt(plain(case(folder, "fp8")))
+    finally:
+        gc.enable()
+    assert units > 1
+    assert earlier
 
 
 def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
