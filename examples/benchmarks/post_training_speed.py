@@ -91,10 +91,11 @@ def duel(table: Table, name: str, made: Synthetic, root: Path, given: argparse.N
         places = {"source": str(made.folder), "destination": str(source)}
         run_job("reshard", {**places, "to": "torch_dist", "tp": 2})
         source /= "release"
-    given_tokens = {n: getattr(given, n) for n in ("rows", "length", "steps", "threads")}
+    given_tokens = {n: getattr(given, n) for n in ("length", "steps", "threads")}
     job = {
         "source": str(source),
         "sizes": {**dataclasses.asdict(made.shape), "layers": made.num_layers},
+        "samples": given.rows,
         **given_tokens,
         **more,
     }

@@ -94,10 +94,8 @@ def dcp(options: Options, phase: Phases) -> Options:
 def transformers(options: Options, phase: Phases) -> Options:
     """Load a folder with `from_pretrained` and write it again with `save_pretrained`."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    models.silence_transformers()
     with phase("job"):
         model = AutoModelForCausalLM.from_pretrained(options["source"], dtype="auto")
         model.save_pretrained(options["destination"], max_shard_size=options["max_shard_size"])
@@ -108,10 +106,8 @@ def peft(options: Options, phase: Phases) -> Options:
     """Load a folder, merge an adapter into it with PEFT, and write it with `save_pretrained`."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    models.silence_transformers()
     with phase("job"):
         model = AutoModelForCausalLM.from_pretrained(options["source"], dtype="auto")
         merged = PeftModel.from_pretrained(model, options["adapter"]).merge_and_unload()

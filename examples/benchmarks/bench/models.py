@@ -32,10 +32,8 @@ def peer_forward(options: Options, phase: Phases) -> Options:
     """The same by transformers, whose weights stay mapped from the files, or `copied` from them."""
     import torch
     from transformers import LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    silence_transformers()
     torch.set_num_threads(options["threads"])
     with phase("load"):
         model = LlamaForCausalLM.from_pretrained(options["source"], dtype="auto")
@@ -93,10 +91,8 @@ def peer_calibrate(options: Options, phase: Phases) -> Options:
     import modelopt.torch.quantization as mtq
     import torch
     from transformers import LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    silence_transformers()
     torch.set_num_threads(options["threads"])
     with phase("load"):
         kind = getattr(torch, options["dtype"])
@@ -119,6 +115,14 @@ def peer_calibrate(options: Options, phase: Phases) -> Options:
     }
     amax = {name: float(module.input_quantizer.amax) for name, module in named.items()}
     return {"num_tokens": sum(t.numel() for t in batches), "amax": amax}
+
+
+def silence_transformers() -> None:
+    """Have transformers show errors alone, and no progress."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def rows_of_tokens(options: Options, vocab: int) -> list[Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from models import rows_of_tokens, silence_transformers
 from phases import Options, Phases
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -41,7 +42,7 @@ def _quantize(options: Options, phase: Phases, **how: Any) -> Options:
             options["destination"],
             recipe=options["recipe"],
             synthetic=True,
-            samples=options["rows"],
+            samples=options["samples"],
             seq_length=options["length"],
             dtype=options["dtype"],
             fsync=False,
@@ -132,7 +133,7 @@ def _show(model: Any, options: Options) -> None:
     length = options["length"]
     mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
     with torch.inference_mode():
-        for tokens in _rows(options):
+        for tokens in rows_of_tokens(options, options["sizes"]["vocab"]):
             model(tokens, torch.arange(length).expand_as(tokens), mask)
 
 
@@ -148,7 +149,7 @@ def peer_quantize_folder(options: Options, phase: Phases) -> Options:
 
     def show(model: Any) -> None:
         with torch.inference_mode():
-            for tokens in _rows(options):
+            for tokens in rows_of_tokens(options, options["sizes"]["vocab"]):
                 model(tokens, use_cache=False)
 
     with phase("job"):
@@ -180,8 +181,8 @@ def finetune(options: Options, phase: Phases) -> Options:
             data=[options["data"]],
             seq_length=options["length"],
             train_iters=options["steps"],
-            global_batch_size=options["rows"],
-            micro_batch_size=options["rows"],
+            global_batch_size=options["samples"],
+            micro_batch_size=options["samples"],
             lr=1e-4,
             packing=False,
             threads=options["threads"],
@@ -265,7 +266,10 @@ def _train(module: Any, options: Options, loss_of: Callable[[Any], Any]) -> floa
     wanted = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=1e-4, fused=True)
     loss = torch.zeros(())
-    for tokens in _rows(options, options["steps"]):
+    made = torch.Generator().manual_seed(0)
+    size = options["samples"], options["length"]
+    for _ in range(options["steps"]):
+        tokens = torch.randint(0, options["sizes"]["vocab"], size, generator=made)
         loss = loss_of(tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(wanted, 1.0)
@@ -277,20 +281,6 @@ def _train(module: Any, options: Options, loss_of: Callable[[Any], Any]) -> floa
     return float(loss)
 
 
-def _rows(options: Options, steps: int = 1) -> Iterator[Any]:
-    """Rows of random tokens: those of each step, or, of one, 2048 tokens at a time."""
-    import torch
-
-    made = torch.Generator().manual_seed(0)
-    rows, length = options["rows"], options["length"]
-    for _ in range(steps):
-        tokens = torch.randint(0, options["sizes"]["vocab"], (rows, length), generator=made)
-        yield from [tokens] if steps > 1 else tokens.split(max(1, 2048 // length))
-
-
 def _silence() -> None:
     warnings.simplefilter("ignore")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    silence_transformers()
