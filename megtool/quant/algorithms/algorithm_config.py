@@ -15,6 +15,8 @@ from megtool.quant.recipes.formats import (
     can_smooth,
     chooses_codes,
 )
+from megtool.quant.recipes.learned_scales import METHOD as LSQ
+from megtool.quant.recipes.learned_scales import first_scales
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe
 
@@ -155,6 +157,12 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
     """
     name = (format.method if format else "") or recipe.method
     options = dict(recipe.algorithm) if name == recipe.method else {}
+    if name == LSQ:  # until a model trains, its scales are those that training begins with
+        options = first_scales(options)
+        name = options["method"]
+    if name == LSQ:  # until a model trains, its scales are those that training begins with
+        options = first_scales(options)
+        name = str(options["method"])
     options.pop("method", None)
     if recipe.dialect != "megtool":
         if name not in _MODELOPT_ALGORITHMS:

@@ -67,10 +67,12 @@ def check_config(config: Mapping[str, Any]) -> None:
             f"ModelOpt does not take what the recipe says: {'; '.join(problems) or error}",
             hint="change it as the message says, or leave it out",
         ) from error
-    search = config["algorithm"]
-    first, last = (search.get(f"{end}_multiplier") for end in ("start", "stop"))
-    if (first or 0.25) > (last or 4.0):
-        raise RecipeError(
-            f"the search begins at {first or 0.25:g} times the amax and ends at {last or 4.0:g}",
-            hint="a stop_multiplier above start_multiplier",
-        )
+    algorithm = config["algorithm"]
+    for search in (algorithm, *(v for v in algorithm.values() if isinstance(v, Mapping))):
+        first, last = (search.get(f"{end}_multiplier") for end in ("start", "stop"))
+        if (first or 0.25) > (last or 4.0):
+            raise RecipeError(
+                f"the search begins at {first or 0.25:g} times the amax and ends at "
+                f"{last or 4.0:g}",
+                hint="a stop_multiplier above start_multiplier",
+            )

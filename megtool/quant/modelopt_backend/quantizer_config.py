@@ -11,6 +11,7 @@ from megtool.errors import RecipeError, UsageError
 from megtool.quant.modelopt_backend.unit_modules import ROUNDING
 from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
+from megtool.quant.recipes.learned_scales import first_scales
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 
@@ -28,10 +29,11 @@ _METHODS: Mapping[str, str] = {
     "gptq": "gptq",
     "local_hessian": "local_hessian",
     "nvfp4_act_headroom": "nvfp4_act_headroom",
+    "lsq": "lsq",
 }
 """Our algorithms and ModelOpt's, by ModelOpt's names."""
 
-_STATIC = ("mse", "local_hessian", "gptq")
+_STATIC = ("mse", "local_hessian", "gptq", "lsq")
 """Algorithms that choose, or keep, the scales of NVFP4's blocks. In megtool's own recipes they have
 ModelOpt's `static` ones; recipes of ModelOpt say what they have."""
 
@@ -100,6 +102,7 @@ def unused_options(recipe: Recipe, algorithm: Mapping[str, Any]) -> tuple[str, .
     if recipe.dialect == "modelopt":
         return ()
     used = {ours for ours, names in _OPTIONS.items() if algorithm.keys() & names.keys()}
+    used |= algorithm.keys() if algorithm["method"] == "lsq" else set()
     used |= {"method", *(("clip",) if algorithm["method"] == "awq_full" else ())}
     used |= {"four_over_six"} if algorithm.keys() >= _FOUR_OVER_SIX.keys() else set()
     return tuple(o for o, value in recipe.algorithm.items() if o not in used and value)
@@ -175,6 +178,10 @@ def _has_four_over_six(recipe: Recipe, method: str) -> bool:
     return method in ("none", "max", "mse") and recipe.algorithm.get("four_over_six") is True
 
 
+def _weight_formats(recipe: Recipe) -> list[RecipeFormat]:
+    return [f for f in recipe.formats.values() if f.algo]
+
+
 def _search_of(method: str, formats: Sequence[RecipeFormat]) -> dict[str, Any]:
     """ModelOpt's search among all scales of NVFP4, which leaves out weights in other formats."""
     searches = method == "mse" and all(packing_of(f).startswith("nvfp4") for f in formats)
@@ -236,7 +243,11 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
         return own | out
     if _has_four_over_six(recipe, method):
         return _FOUR_OVER_SIX | {"method": "mse"}
-    out |= _search_of(method, [f for f in recipe.formats.values() if f.algo])
+    if method == "lsq":
+        scales = first_scales(options)["method"]
+        scales_by = {"method": scales} | _search_of(scales, _weight_formats(recipe))
+        return options | {"method": "lsq", "scale_algorithm": scales_by}
+    out |= _search_of(method, _weight_formats(recipe))
     if method == "awq" and options.get("clip"):
         out["method"] = "awq_full"
     for option, value in options.items():

@@ -14,6 +14,7 @@ from megtool.quant.algorithms.pre_quant_scale import round_to_pre_quant_scale
 from megtool.quant.algorithms.svdquant import subtract_branch
 from megtool.quant.algorithms.weight_grid import make_grid
 from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.fake_quant.learned_scales import smallest_learned_amax
 from megtool.quant.fake_quant.rounding_torch import E4M3_LARGEST
 from megtool.quant.modelopt_backend.load_modelopt import silence_output
 from megtool.quant.qparams import Floats, KVCacheQParams, QParams, WeightQParams
@@ -152,12 +153,15 @@ def _read_weight(
         global_amax = float(_require_amax(quantizer[1].amax, decision))
         quantizer = quantizer[0]
     if packing.startswith("nvfp4") and getattr(quantizer, "global_amax", None) is not None:
-        amax = _to_numpy(quantizer.amax).reshape(_amax_shape(packing, decision.module.shape))
+        amax = _to_numpy(_stored_amax(quantizer))
+        amax = amax.reshape(_amax_shape(packing, decision.module.shape))
         global_amax = float(quantizer.global_amax) * _room_above(quantizer)
+        if _is_learned(quantizer):
+            amax = np.maximum(amax, smallest_learned_amax(global_amax))
     elif packing.startswith("nvfp4"):
         global_amax = float(_require_amax(quantizer.amax, decision))
     elif not packing.startswith("mxfp"):
-        amax = _to_numpy(_require_amax(quantizer.amax, decision)).reshape(
+        amax = _to_numpy(_require_amax(_stored_amax(quantizer), decision)).reshape(
             _amax_shape(packing, decision.module.shape)
         )
     input_amax = 0.0
@@ -171,12 +175,42 @@ def _read_weight(
         stores_pre_quant_scale=scale is not None and stores,
         amax=amax,
         global_amax=global_amax,
+        codes=_learned_codes(format, quantizer, module.weight),
         input_amax=input_amax,
     )
 
 
+def _is_learned(quantizer: Any) -> bool:
+    """Whether the amaxes of blocks are those that training changes (`enable_lsq`)."""
+    return bool(getattr(quantizer, "_lsq", False))
+
+
+def _stored_amax(quantizer: Any) -> Any:
+    return quantizer.amax_post if _is_learned(quantizer) else quantizer.amax
+
+
+def _learned_codes(format: RecipeFormat, quantizer: Any, weight_OI: Any) -> Any:
+    """The codes under the pre scale, int8 `[out, in]`; None if they are the nearest ones of the
+    scale that is stored."""
+    if not _is_learned(quantizer):
+        return None
+    import torch
+
+    rounds, rounds_pre = quantizer._quantize_scales, quantizer._quantize_pre_scale
+    pre = quantizer._block_scale_from_amax(quantizer.amax_pre, rounds and rounds_pre)
+    post = quantizer._block_scale_from_amax(quantizer.amax_post, rounds)
+    if torch.equal(pre, post):
+        return None
+    grid, weight = make_grid(format), weight_OI.detach().float()
+    values = weight.reshape(pre.numel(), -1) / pre.reshape(-1, 1)
+    return grid.stored_codes(grid.nearest_codes(values.view(weight.shape)).cpu()).numpy()
+
+
 def _room_above(quantizer: Any) -> float:
-    """By what the largest scale of NVFP4's blocks is below 448 before any is chosen."""
+    """By what the largest scale of NVFP4's blocks is below 448 before any is chosen; not where
+    scales are learned (`_block_scale_from_amax`)."""
+    if _is_learned(quantizer):
+        return 1.0
     from modelopt.torch.quantization.utils.numeric_utils import fp8_max_for_normalization
 
     return E4M3_LARGEST / float(fp8_max_for_normalization(quantizer))

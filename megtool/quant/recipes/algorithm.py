@@ -15,6 +15,8 @@ from megtool.quant.recipes.formats import (
     chooses_codes,
     packing_of,
 )
+from megtool.quant.recipes.learned_scales import METHOD as LSQ
+from megtool.quant.recipes.learned_scales import has_learnable_scales, ties_what_differs
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -23,15 +25,18 @@ from megtool.quant.recipes.rules import RecipeProblems
 @dataclass(frozen=True, slots=True)
 class AlgorithmOption:
     """The type and inclusive range of an option; `excludes_minimum` makes the lower bound
-    exclusive."""
+    exclusive. With `choices` it has one of these values."""
 
     kind: type
     minimum: float = 0.0
     maximum: float = 1.0
     excludes_minimum: bool = False
+    choices: tuple[Any, ...] = ()
 
     def accepts(self, value: Any) -> bool:
         """Whether the value has the type and is in the range; NaN and Inf never are."""
+        if self.choices:
+            return value in self.choices
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         types = int if self.kind is int else int | float
@@ -43,11 +48,17 @@ class AlgorithmOption:
 
     def describe(self) -> str:
         """The range in words."""
+        if self.choices:
+            return "one of " + ", ".join(_write_choice(c) for c in self.choices)
         if self.kind is bool:
             return "true or false"
         kind = "a whole number" if self.kind is int else "a number"
         low = f"above {self.minimum:g}" if self.excludes_minimum else f"from {self.minimum:g}"
         return f"{kind} {low} {'up ' if self.excludes_minimum else ''}to {self.maximum:g}"
+
+
+def _write_choice(value: Any) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 
 _FLAG = AlgorithmOption(bool)
@@ -72,6 +83,14 @@ _GPTQ = {
     "desc_act": _FLAG,
     "clip": _FLAG,
     "refinements": AlgorithmOption(int, maximum=100),
+}
+_LSQ = {
+    "scale_algorithm": AlgorithmOption(str, choices=("max", "mse")),
+    "learnable_amax": AlgorithmOption(
+        list, choices=(["pre", "post"], ["post", "pre"], ["post"], ["pre"], "post", "pre", [])
+    ),
+    "tied_amax": _FLAG,
+    "quantize_pre_scale": _FLAG,
 }
 
 _SCALES_OF: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
@@ -104,6 +123,7 @@ METHODS: Mapping[str, Mapping[str, AlgorithmOption]] = MappingProxyType(
         },
         "gptq": _GPTQ,
         "learned_rounding": _LEARNED,
+        "lsq": _LSQ,
         "kl_div": {"modelopt": _FLAG},
         "gradient": {"modelopt": _FLAG},
     }
@@ -142,6 +162,10 @@ def read_algorithm(
             message = f"{option} does nothing: no format has weights in {numbers}"
             problems.add(lines[option], message, "leave it out")
     _check_learned(method, algorithm, lines, formats, problems)
+    if method == LSQ and ties_what_differs(algorithm):
+        message = "tied_amax true, and one of pre and post alone is learnable"
+        hint = "learnable_amax: [pre, post], or tied_amax: false"
+        problems.add(lines.get("tied_amax", lines["method"]), message, hint)
     if algorithm.get("cast") is True and any(algorithm.get(o) is True for o in _FP4_SCALES):
         problems.add(lines["cast"], "cast leaves no scale to search", "take one of them")
     _check_use(method, formats, lines["method"], problems)
@@ -216,6 +240,8 @@ def is_no_op(method: str, options: Mapping[str, Any], format: RecipeFormat) -> b
     gptq = chooses_codes(format)
     if method == "svdquant":
         return not number.has_branch
+    if method == LSQ:
+        return not has_learnable_scales(format)
     if method == "none":
         return number.calibrates
     if method in SENSITIVITY_METHODS:

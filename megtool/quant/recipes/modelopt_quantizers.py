@@ -13,6 +13,7 @@ from typing import Any
 
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat
 from megtool.quant.recipes.modelopt_settings import (
+    UNWRITTEN,
     classify_quantizer,
     read_block_scales,
     read_constant_amax,
@@ -188,8 +189,10 @@ def _check_unsupported(
             problems.add(rule.line, message, "disable output_quantizer")
         elif enable:
             for feature in unsupported_features(cfg, part):
-                message = f"{rule.condition.describe()} has {feature}, which is not supported"
-                problems.add(rule.line, message, "leave it out, or disable it")
+                default = "which is not supported", "leave it out, or disable it"
+                reason, hint = UNWRITTEN.get(feature.partition(" ")[0], default)
+                message = f"{rule.condition.describe()} has {feature}, {_no_format(reason)}"
+                problems.add(rule.line, message, hint)
 
 
 def _refuse(
@@ -202,9 +205,14 @@ def _refuse(
 ) -> None:
     scheme = " with ".join(k[0] or k[1] or "nothing" for k in kinds)
     scheme += f" in groups of {size}" if size else ""
-    problems.add(
-        recipe.rules[numbers[0]].line,
-        f"no engine format has {scheme}, which {'the KV cache' if 'kv' in module.roles else 'it'} "
-        "would get",
-        "weights with inputs: " + ", ".join(f"{w} with {i or 'none'}" for w, i in ALGOS),
-    )
+    message = f"no engine format has {scheme}, which "
+    message += f"{'the KV cache' if 'kv' in module.roles else 'it'} would get"
+    hint = "weights with inputs: " + ", ".join(f"{w} with {i or 'none'}" for w, i in ALGOS)
+    for name, (reason, way_out) in UNWRITTEN.items():
+        if name in scheme:
+            message, hint = f"{message}, and {reason}", way_out
+    problems.add(recipe.rules[numbers[0]].line, message, hint)
+
+
+def _no_format(reason: str) -> str:
+    return reason if reason.startswith("which") else f"which no engine format has: {reason}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from megtool.quant.recipes.algorithm import AlgorithmOption
 from megtool.quant.recipes.formats import BlockScales
+from megtool.quant.recipes.learned_scales import SIDES, list_sides, ties_what_differs
 from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -43,6 +44,23 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "backend": (None,),
     "backend_extra_args": (None, {}),
 }
+UNWRITTEN: Mapping[str, tuple[str, str]] = {
+    "rotate": (
+        "ModelOpt's own export writes weights without the rotation, under the scales of rotated "
+        "ones, and its config does not say so",
+        "a recipe of megtool's with `rotation`, which is multiplied into weights; or leave it out",
+    ),
+    "bias": (
+        "ModelOpt's own export writes it as `k_bias`, and its config calls the cache plain "
+        "without it",
+        "leave it out: the cache has scales alone",
+    ),
+    "MXFP6": ("ModelOpt's own export refuses it", "MXFP8 or MXFP4"),
+    "MXINT8": ("ModelOpt's own export fails at it", "MXFP8, or INT8 with a scale for each row"),
+}
+"""Settings and numbers that no folder stores, not even ModelOpt's unified export (modelopt 0.47,
+torch/export/quant_utils.py): what that does with them, and the way out."""
+_MX = {((3, 2), (8, 0)): "MXFP6", (8, (8, 0)): "MXINT8"}
 _BLOCKS = ("type", "scale_bits", "scale_block_sizes", "four_over_six")
 _BLOCK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "scale_block_sizes": (None, {}),
@@ -159,6 +177,8 @@ def classify_quantizer(cfg: Any, groups: list[int]) -> tuple[str, str]:
             ((2, 1), (8, 0)): "mxfp4" if size == 32 else "",
             ((2, 1), (4, 3)): "nvfp4",
         }.get((bits, scale), "")
+    if not word and (bits, scale) in _MX:
+        description = f"{_MX[bits, scale]} ({description})"
     if isinstance(size, int) and sizes and not isinstance(size, bool):
         groups.append(size)
     return word, "" if word else description
@@ -207,10 +227,11 @@ _ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "svdquant": ("lowrank", "skip_layers"),
     "gptq": ("perc_damp", "block_size", "fused"),
     "nvfp4_act_headroom": (*_PERCENTILES, "rho", "weight_scale_algorithm"),
+    "lsq": ("scale_algorithm", "learnable_amax", "tied_amax", "quantize_pre_scale"),
     "none": (),
 }
 _WEIGHT_SCALES = ("max", "mse", "local_hessian")
-"""Algorithms that `weight_scale_algorithm` can name."""
+"""Algorithms that `weight_scale_algorithm` and `scale_algorithm` can name."""
 _ANY = ("method", "moe_calib_experts_ratio", "layerwise")
 _SHOWN = "get_qdq_activations_from_prev_layer"
 _LAYERWISE = (
@@ -237,11 +258,6 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
         return {"method": "none"}
     method = _name(node)
     name_node = node.get("method") or node
-    if method == "lsq":
-        message = "algorithm 'lsq' learns the scales of weights while a model trains, and this run "
-        message += "trains nothing"
-        problems.add(name_node.line, message, "take its scale_algorithm, such as mse")
-        return {"method": "none"}
     if method not in _ALGORITHMS:
         hint = suggest(method, _ALGORITHMS)
         problems.add(name_node.line, f"algorithm {method!r} is not supported", hint)
@@ -260,7 +276,13 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
             problems.add(line, f"{key} is {plain!r}", _RANGES[key].describe())
         elif key == "skip_layers" and not _is_patterns(plain):
             problems.add(line, f"{key} is {plain!r}", "a list of patterns of module names")
-        elif key == "weight_scale_algorithm":
+        elif key == "scale_algorithm" and plain is None:
+            continue
+        elif key == "learnable_amax" and not _is_sides(plain):
+            problems.add(line, f"{key} is {plain!r}", "pre, post, or a list of them")
+        elif key in ("tied_amax", "quantize_pre_scale") and not isinstance(plain, bool):
+            problems.add(line, f"{key} is {plain!r}", "true or false")
+        elif key in ("weight_scale_algorithm", "scale_algorithm"):
             if _name(value) not in _WEIGHT_SCALES:
                 message = f"{key} is {value.plain()!r}"
                 problems.add(line, message, "a mapping with method " + ", ".join(_WEIGHT_SCALES))
@@ -270,12 +292,28 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
             problems.add(line, f"{key} {_shorten(plain)} is not supported", "leave it out")
         elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
             searched.append(key)
+    options = dict(node.plain()) | {"method": method}
+    if method == "lsq" and ties_what_differs(options):
+        line = (node.keys or {}).get("tied_amax", node.line)
+        message = "tied_amax true, and one of pre and post alone is learnable"
+        problems.add(line, message, "learnable_amax: [pre, post], or tied_amax: false")
+    if method == "lsq":
+        notes.append(
+            "lsq learns scales while a model trains: finetune --qat does; quantize alone gives "
+            "those of its scale_algorithm"
+        )
     if searched:
         notes.append(
             f"--backend modelopt takes {', '.join(searched)}; megtool's own {method} has fixed "
             "search steps"
         )
-    return dict(node.plain()) | {"method": method}
+    return options
+
+
+def _is_sides(value: Any) -> bool:
+    if not isinstance(value, str | list):
+        return False
+    return all(isinstance(x, str) and x in SIDES for x in list_sides(value))
 
 
 def _is_patterns(value: Any) -> bool:

@@ -8,11 +8,19 @@ a later one, so exceptions come first. Foreign dialects keep their own precedenc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megtool.quant.recipes.algorithm import METHODS, check_methods, read_algorithm
-from megtool.quant.recipes.formats import DEFAULT_RANK, FORMATS, KV_BITS, RecipeFormat
+from megtool.quant.recipes.formats import (
+    DEFAULT_RANK,
+    FORMATS,
+    KV_BITS,
+    RecipeFormat,
+    packing_of,
+)
+from megtool.quant.recipes.learned_scales import METHOD as LSQ
+from megtool.quant.recipes.learned_scales import LearnedScales
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rotation import RotationSettings, read_rotation
@@ -71,6 +79,11 @@ class Recipe:
         return int(options.get("rank") or options.get("lowrank") or DEFAULT_RANK)
 
     @property
+    def learned_scales(self) -> LearnedScales | None:
+        """The scales that training changes; None if it changes none."""
+        return LearnedScales.of(self.algorithm)
+
+    @property
     def method(self) -> str:
         """The name of the algorithm."""
         return str(self.algorithm.get("method", "none"))
@@ -84,6 +97,8 @@ def read_recipe(node: Node, name: str, problems: RecipeProblems) -> Recipe:
         problems.add(node.line, "a recipe needs a description", "one sentence")
     formats = _formats(node.get("formats"), problems)
     algorithm = read_algorithm(node.get("algorithm"), formats, problems)
+    if algorithm["method"] == LSQ:  # scales that are learned are stored
+        formats = {n: _with_stored_scales(f) for n, f in formats.items()}
     check_methods(algorithm, formats, problems)
     return Recipe(
         name=name,
@@ -93,6 +108,11 @@ def read_recipe(node: Node, name: str, problems: RecipeProblems) -> Recipe:
         rules=_rules(node, formats, problems),
         rotation=read_rotation(node.get("rotation"), problems),
     )
+
+
+def _with_stored_scales(format: RecipeFormat) -> RecipeFormat:
+    is_nvfp4 = bool(format.algo) and packing_of(format).startswith("nvfp4")
+    return replace(format, block_scales="static") if is_nvfp4 else format
 
 
 def check_keys(node: Node, keys: tuple[str, ...], name: str, problems: RecipeProblems) -> bool:

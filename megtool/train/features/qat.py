@@ -349,6 +349,13 @@ def make_qat_request(
             hint="recipe nvfp4, whose weights are rounded as a whole",
             error_id="option-without-effect",
         )
+    if decided.recipe.learned_scales is not None:
+        raise UsageError(
+            f"--qat {recipe} cannot be used: its scales are learned, and training keeps those of "
+            "the weights",
+            hint="a recipe with mse or max",
+            error_id="option-without-effect",
+        )
     if job.needs_choice:
         raise UsageError(
             f"--qat {recipe} cannot be used: it chooses formats by their sensitivity",

@@ -83,6 +83,7 @@ def test_scales_of_blocks_are_chosen_where_they_are_kept(folder: Path) -> None:
         ({"method": "max"}, {}),
         ({"method": "mse"}, {"fp8_scale_sweep": True}),
         ({"method": "gptq"}, {}),
+        ({"method": "lsq", "tied_amax": False}, {"method": "lsq", "tied_amax": False}),
         ({"method": "max", "four_over_six": True}, {"start_multiplier": 1.0, "step_size": 0.5}),
     ):
         recipe = replace(decided.recipe, algorithm=algorithm)
@@ -108,6 +109,12 @@ def test_options_have_modelopts_names(folder: Path) -> None:
     )
     assert algorithm_for(theirs, decisions, {}) == {"method": "mse", "step_size": 0.2}
     assert unused_options(theirs, {"method": "mse", "step_size": 0.2}) == ()
+    learned = replace(
+        decided.recipe, algorithm={"method": "lsq", "learnable_amax": ["pre", "post"]}
+    )
+    algorithm = algorithm_for(learned, decisions, {})
+    assert algorithm["scale_algorithm"] == {"method": "mse"}
+    assert unused_options(learned, algorithm) == ()
 
 
 def test_rows_of_one_module_keep_their_own_names(tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ from tests.support.quant.calibrated import (
     tokens,
 )
 from tests.support.quant.loaded import source_of
-from tests.support.quant.modelopt_on_transformers import calibrate_on_transformers, own_config
+from tests.support.quant.modelopt_on_transformers import (
+    calibrate_on_transformers,
+    emulated_kernels,
+    own_config,
+)
 from tests.support.worlds.gloo_world import run_world
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -133,6 +137,32 @@ OWN = [
     *(f"{PRESETS}/{n}" for n in ("w4a16_nvfp4", "w4a8_nvfp4_fp8", "fp8_per_channel_per_token")),
     f"{GENERAL}/nvfp4_act_headroom-kv_fp8_cast",
 ]
+
+
+QAD = "general/qad"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chooses"), [("nvfp4_lsq-mse_init-fp8_kv", 0), ("nvfp4_dual_lsq-mse_init-fp8_kv", 1)]
+)
+def test_learned_scales_begin_as_modelopts(recipe: str, chooses: int, folder: Path) -> None:
+    """Codes are those under the pre scale, which the second recipe does not round. The weight that
+    they stand for is that of ModelOpt's own quantizer."""
+    path, config = own_config(f"{QAD}/{recipe}")
+    made = case(folder, path)
+    models: list[Any] = []
+    wanted = calibrate_on_transformers(folder, made.decided, made.batches, config, models.append)
+    found = calibrate_by_modelopt(made)
+    same(found, wanted)
+    assert all((q.codes is not None) == chooses for q in found.weights.values())
+    (model,) = models
+    by_name = {d.module.name: d.module.names_in("hf")[0] for d in made.decided.matched.decisions}
+    for name in ("layers.0.attn.q", "layers.1.mlp.down"):
+        module = model.get_submodule(by_name[name])
+        with torch.no_grad(), emulated_kernels():
+            rounded = module.weight_quantizer(module.weight)
+        mine = fake_weight(module.weight.detach(), found.weights[name])
+        torch.testing.assert_close(mine, rounded, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("recipe", OWN)

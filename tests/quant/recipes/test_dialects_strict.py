@@ -18,6 +18,9 @@ from tests.support.models import tiny_models
 OFF = {"quantizer_name": "*", "enable": False}
 FP8 = {"num_bits": "e4m3", "axis": None}
 HEADROOM: dict[str, Any] = {"method": "nvfp4_act_headroom"}
+MX = {-1: 32, "type": "dynamic", "scale_bits": "e8m0"}
+MXFP6, MXINT8 = {"num_bits": "e3m2", "block_sizes": MX}, {"num_bits": 8, "block_sizes": MX}
+LSQ: dict[str, Any] = {"method": "lsq"}
 NVFP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
 
 
@@ -58,8 +61,10 @@ def blocks(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (modelopt(FP8 | {"rotate": True}, FP8), "rotate true"),
-        (modelopt(FP8, FP8 | {"bias": {-2: None, "type": "static"}}), "bias {"),
+        (modelopt(FP8 | {"rotate": True}, FP8), "writes weights without the rotation"),
+        (modelopt(FP8, FP8 | {"bias": {-2: None, "type": "static"}}), "writes it as `k_bias`"),
+        (modelopt(MXFP6, MXFP6), "export refuses it (MXFP8 or MXFP4"),
+        (modelopt(MXINT8, MXINT8), "export fails at it (MXFP8"),
         (modelopt({"num_bits": 8, "axis": 0, "unsigned": True}, None), "unsigned true"),
         (modelopt({"num_bits": 8, "axis": 0, "narrow_range": True}, None), "narrow_range true"),
         (modelopt(FP8 | {"num_bitz": 4}, FP8), "unknown attribute 'num_bitz' of a quantizer (did"),
@@ -75,7 +80,12 @@ def blocks(**more: Any) -> dict[str, Any]:
             "quantizer like *o_proj.output_quantizer quantizes outputs",
         ),
         (modelopt(NVFP4, blocks(four_over_six=True)), "four_over_six true"),
-        (modelopt(FP8, FP8, "lsq"), "'lsq' learns the scales of weights while a model trains"),
+        (modelopt(NVFP4, NVFP4, LSQ | {"learnable_amax": ["pre", "past"]}), "is ['pre', 'past']"),
+        (modelopt(NVFP4, NVFP4, LSQ | {"learnable_amax": None}), "learnable_amax is None"),
+        (modelopt(NVFP4, NVFP4, LSQ | {"tied_amax": True}), "one of pre and post alone"),
+        (modelopt(NVFP4, NVFP4, LSQ | {"quantize_pre_scale": 1}), "quantize_pre_scale is 1"),
+        (modelopt(NVFP4, NVFP4, LSQ | {"scale_algorithm": "gptq"}), "is 'gptq' (a mapping"),
+        (modelopt(NVFP4, NVFP4, LSQ | {"scale_algorithm": {"method": "mse", "a": 1}}), "'a' of"),
         (modelopt(NVFP4, NVFP4, HEADROOM | {"rho": 30000}), "rho is 30000"),
         (modelopt(NVFP4, NVFP4, HEADROOM | {"upper_percentile": 0}), "upper_percentile is 0"),
         (modelopt(NVFP4, NVFP4, HEADROOM | {"weight_scale_algorithm": "gptq"}), "is 'gptq' (a map"),
@@ -128,6 +138,8 @@ def test_neutral_values_of_modelopt(llama: Path) -> None:
     found = read(modelopt(blocks(four_over_six=False) | neutral, NVFP4 | free, algorithm), llama)
     assert "NVFP4" in {d.label for d in found.decisions}
     assert any("--backend modelopt takes fp8_scale_sweep" in n for n in found.notes)
+    told = read(modelopt(NVFP4, NVFP4, LSQ | {"scale_algorithm": None}), llama).notes
+    assert "lsq has no effect on NVFP4 here; max is used" in told
     told = read(modelopt(FP8, FP8, [{"method": "gptq", "perc_damp": 0.1}]), llama).notes
     assert "gptq has no effect on FP8 here; max is used" in told
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megtool.model.batch import Batch
 from megtool.quant.calibration.activation_sites import map_norm_readers
+from megtool.quant.fake_quant.rounding_torch import to_e2m1
 from megtool.quant.modelopt_backend.load_modelopt import import_modelopt, silence_output
 from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
 from megtool.quant.modelopt_backend.read_qparams import read_qparams
@@ -26,9 +28,10 @@ def calibrate_on_transformers(
     decided: ResolvedRecipe,
     batches: Sequence[Batch],
     config: dict[str, Any] | None = None,
+    show: Callable[[Any], object] = lambda _: None,
 ) -> QParams:
     """What `mtq.quantize` finds for the transformers model of a folder, in float32; `config` is
-    ModelOpt's own (`own_config`), or what our decisions become."""
+    ModelOpt's own (`own_config`), or what our decisions become. `show` is handed the model."""
     import transformers
 
     mtq = import_modelopt()
@@ -49,6 +52,7 @@ def calibrate_on_transformers(
 
     with silence_output():
         model = mtq.quantize(model, config, run)
+    show(model)
     by_name, sites = dict(model.named_modules()), points_of(decided)
     return read_qparams(
         {m: by_name[name] for m, name in names.items()},
@@ -57,6 +61,25 @@ def calibrate_on_transformers(
         map_norm_readers(sites, [d.module for d in decisions]),
         chose_codes=algorithm["method"] == "gptq",
     )
+
+
+@contextlib.contextmanager
+def emulated_kernels() -> Iterator[None]:
+    """Let ModelOpt round to FP4 on a CPU, where its Triton kernel does not run; all else, and the
+    gradients, is ModelOpt's."""
+    from types import SimpleNamespace
+
+    from modelopt.torch.quantization import tensor_quant
+
+    def cast(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return to_e2m1(x.float()).to(out_dtype or x.dtype)
+
+    own = tensor_quant.triton_kernel
+    tensor_quant.triton_kernel = SimpleNamespace(IS_AVAILABLE=True, static_blockwise_fp4_cast=cast)
+    try:
+        yield
+    finally:
+        tensor_quant.triton_kernel = own
 
 
 def own_config(recipe: str) -> tuple[Path, dict[str, Any]]:
