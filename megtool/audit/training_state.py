@@ -10,6 +10,7 @@ from typing import Any
 from megtool.audit.save_facts import TrainingFacts
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_reader import dict_items
+from megtool.checkpoint.formats.save_folder import LEARNED_SCALES
 from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.checkpoint.param_groups import scalar_value
 from megtool.checkpoint.random_state import is_rng_object
@@ -55,7 +56,8 @@ def read_training_facts(catalogue: Catalogue) -> TrainingFacts:
         has_dropout=any(isinstance(args.get(k), float) and args[k] > 0 for k in _DROPOUTS),
         is_low_precision=any(
             args.get(k) for k in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
-        ),
+        )
+        or (catalogue.root / LEARNED_SCALES).exists(),
     )
 
 

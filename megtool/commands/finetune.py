@@ -125,7 +125,13 @@ def _report(
     notes: tuple[str, ...] = ()
     if groups.rank == 0:
         plot = _plot(folder, losses, result.evaluations)
-        hf = _export(folder, outcome.saved_iteration, settings, progress)
+        hf = _export(
+            folder,
+            outcome.saved_iteration,
+            settings,
+            progress,
+            has_quantizers=result.has_quantizers,
+        )
         notes = tuple(_note_export(folder, outcome.saved_iteration))
     return FinetuneReport(
         source=str(source.path),
@@ -267,7 +273,12 @@ def _plot(
 
 
 def _export(
-    folder: Path, iteration: int | None, settings: TrainConfig, progress: Progress
+    folder: Path,
+    iteration: int | None,
+    settings: TrainConfig,
+    progress: Progress,
+    *,
+    has_quantizers: bool,
 ) -> str | None:
     """Write DST/hf if options ask for it, quantized if the run has quantizers; returns the path."""
     if settings.to != "hf" or iteration is None:
@@ -276,7 +287,7 @@ def _export(
 
     saved, written = folder / folder_name(iteration), folder / EXPORT_FOLDER
     execution = ExecutionOptions(overwrite=True, fsync=settings.fsync)
-    if settings.keeps_quantizers:
+    if has_quantizers:
         from megtool.export.quantized_folder import FolderOptions
         from megtool.export.quantized_megatron import export_quantized_megatron
 

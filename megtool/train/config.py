@@ -290,8 +290,9 @@ class TrainConfig(
     # ---- Quantization-aware training and distillation
     qat: str | None = option(
         QAT,
-        "Fake-quantize weights and inputs with this recipe; source: with the quantizers of SRC, a "
-        "checkpoint of `quantize --to torch_dist` or ModelOpt's, which are saved as well.",
+        "Fake-quantize weights and inputs with this recipe, whose scales are learned by lsq; "
+        "source: with the quantizers of SRC, a checkpoint of `quantize --to torch_dist` or "
+        "ModelOpt's, which are saved as well.",
         metavar="RECIPE",
     )
     calibration: Path | None = option(QAT, "The calibration file of --qat.", metavar="FILE")

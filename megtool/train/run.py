@@ -63,7 +63,8 @@ _LOG = logging.getLogger(__name__)
 class RunResult:
     """What a run did. Losses and evaluations are (step, loss); `counts` are those of the data.
 
-    `saved_paths` are what features saved, by the field of the report.
+    `saved_paths` are what features saved, by the field of the report. `has_quantizers`: what is
+    saved has ModelOpt's quantizers.
     """
 
     outcome: TrainOutcome
@@ -74,6 +75,7 @@ class RunResult:
     evaluations: Sequence[tuple[int, float]]
     counts: Mapping[str, int]
     saved_paths: Mapping[str, str]
+    has_quantizers: bool
 
 
 @dataclass(slots=True)
@@ -193,6 +195,7 @@ class TrainRun:
             evaluations=evaluations,
             counts=datasets.counts,
             saved_paths=features.saved_paths(folder, outcome.saved_iteration),
+            has_quantizers=features.quantizers is not None,
         )
 
     def _open_checkpoint(self) -> CheckpointSource | None:
@@ -285,6 +288,7 @@ class TrainRun:
             stages,
             optimizer,
             batch_size=batch_size,
+            own_states=features.load_states(self.checkpoint),
             threads=self.settings.threads,
             progress=self.progress,
         )

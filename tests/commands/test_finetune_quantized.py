@@ -19,11 +19,11 @@ from megtool.checkpoint.transport.cast import numeric_values
 from megtool.errors import FormatError, UsageError
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.pipeline.megatron_source import read_quantized_megatron
-from megtool.reshard.open_source import WITHOUT_QUANTIZERS, open_source
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model
 from tests.support.quant.quantize_sizes import SMALL, save_llama
+from tests.support.quant.stored_values import canonical
 from tests.support.runs.finetune_runs import curve, save_lines, tune
 from tests.support.worlds.gloo_world import run_world
 
@@ -56,15 +56,6 @@ def buffers(folder: Path) -> dict[str, np.ndarray]:
                 view = reader.open_stored(t.name)
                 out[t.name] = numeric_values(view.read(), view.dtype).astype(np.float32)
     return out
-
-
-def canonical(folder: Path, module: str) -> torch.Tensor:
-    """A canonical weight of a folder, decoded, or as Megatron has it before it is rounded."""
-    opened, name = open_source(folder, tensors=WITHOUT_QUANTIZERS), f"{module}.weight"
-    with CheckpointReader(opened.catalogue, Files()) as reader:
-        view = reader.open_canonical(opened.view.placements[name])
-        values = numeric_values(view.read().reshape(-1), view.dtype)
-        return torch.from_numpy(values.copy()).float().reshape(opened.view.canonical[name].shape)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from megtool.errors import FormatError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+LEARNED_SCALES = "learned_scales/state.safetensors"
+"""The amaxes that a run has learned, in an iteration's folder. Its weights are rounded with them,
+and the optimizer's main parameters are not."""
 _ITERATION = re.compile(r"iter_(\d+)")
 
 

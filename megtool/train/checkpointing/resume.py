@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,7 @@ def resume(
     stages: Sequence[Decoder],
     optimizer: Optimizer | None,
     *,
+    own_states: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
     random: bool = True,
     threads: int | None = None,
     memory_bytes: int = BUFFER_BYTES,
@@ -70,7 +72,8 @@ def resume(
     """Resume from a checkpoint whose weights `load_for_training` has loaded into `stages`.
 
     Moments and master weights are read from any supported format and layout, bit for bit. Master
-    weights that the checkpoint lacks are its weights. Every rank calls it.
+    weights that the checkpoint lacks are its weights. `own_states` are those of parameters that
+    features have added, by state and parameter. Every rank calls it.
 
     Raises:
         MappingError: the state is of another model, some parameters have none, or its number of
@@ -83,12 +86,17 @@ def resume(
         states = _OptimizerStateReader(
             source, groups, threads=threads, memory_bytes=memory_bytes, progress=progress
         )
-        states.require({(p.state, p.parameter) for p in optimizer.pieces()})
+        states.require({(p.state, p.parameter) for p in optimizer.pieces()} - own_states.keys())
         groups_state = read_groups(catalogue)
         small = None if groups_state is None else join_chain(groups_state.chain)
         if any("exp_avg_sq" in update.states for update in optimizer.updates.values()):
             _require_step(small, catalogue)
-        optimizer.load(states.read)
+
+        def read(state: str, name: str) -> Tensor:
+            own = own_states.get((state, name))
+            return states.read(state, name) if own is None else own
+
+        optimizer.load(read)
         if small is not None:
             optimizer.load_small_state(small)
     common = catalogue.metadata.get("common")

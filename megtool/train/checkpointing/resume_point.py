@@ -40,6 +40,8 @@ from megtool.train.checkpointing.staged_iteration import STAGING
 from megtool.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megtool.optim.optimizer import Optimizer
 
 _LOG = logging.getLogger(__name__)
@@ -249,7 +251,7 @@ def open_checkpoint(path: Path, settings: TrainConfig) -> CheckpointSource:
         MegtoolError: it cannot be opened, or is not a decoder.
     """
     options = SourceOptions(family=settings.family, like=settings.like)
-    tensors = WITHOUT_QUANTIZERS if settings.keeps_quantizers else EVERYTHING
+    tensors = WITHOUT_QUANTIZERS if settings.qat is not None else EVERYTHING
     return _require_model(open_source(path, options, tensors=tensors))
 
 
@@ -259,18 +261,22 @@ def load_train_state(
     optimizer: Optimizer,
     *,
     batch_size: int,
+    own_states: Mapping[tuple[str, str], Tensor],
     threads: int | None,
     progress: Progress,
 ) -> TrainState:
     """Load the optimizer's state of a checkpoint; returns the progress of its run.
 
-    `batch_size` is the number of samples of each of its steps, if it does not count samples.
+    `batch_size` is the number of samples of each of its steps, if it does not count samples;
+    `own_states` are those of parameters that features have added (`resume`).
 
     Raises:
         MappingError: the state is of another model, or incomplete.
         CheckpointError: it cannot be read.
     """
-    resumed = resume(source, stages, optimizer, threads=threads, progress=progress)
+    resumed = resume(
+        source, stages, optimizer, own_states=own_states, threads=threads, progress=progress
+    )
     if not resumed.has_optimizer and stages[0].groups.rank == 0:
         _LOG.warning("%s has no optimizer state: moments start at zero", source.path)
     scheduler: Mapping[str, Any] = resumed.scheduler or {}

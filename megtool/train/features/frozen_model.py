@@ -8,7 +8,6 @@ optimizer's state in a file of megtool's own.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +20,14 @@ from torch import Tensor
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote, location
 from megtool.errors import CheckpointError, FormatError, MegtoolError
 from megtool.model.decoder import Decoder
 from megtool.model.unpacked_forward import made_weights
+from megtool.train.checkpointing.added_files import SaverWithFiles
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
-from megtool.train.checkpointing.staged_iteration import STAGING
 from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
 from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
 from megtool.train.features.frozen_weights import MergedStage, fingerprint_frozen_weights
@@ -216,7 +214,7 @@ class FrozenModelFeature(TrainingFeature, ABC):
         return tensors, facts
 
 
-class FrozenModelSaver:
+class FrozenModelSaver(SaverWithFiles):
     """Saves merged weights with `saver`, and adds the files of a feature.
 
     `saver` has the optimizer format `none`. Merged weights are computed and copied to host memory
@@ -225,27 +223,9 @@ class FrozenModelSaver:
     """
 
     def __init__(self, saver: CheckpointSaver, feature: FrozenModelFeature) -> None:
-        self._saver, self._feature = saver, feature
+        super().__init__(saver)
+        self._feature = feature
         self._is_packed = any(made_weights(stage) for stage in feature.stages)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-
-    def _spool_folder(self) -> Path:
-        """Where files are written before the saver moves them, or uploads them into a store."""
-        if not is_remote(self._saver.folder):
-            return self._saver.folder / STAGING
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="megtool-")
-        return location(self._temporary.name)
-
-    @property
-    def folder(self) -> Path:
-        """The save folder."""
-        return self._saver.folder
-
-    @property
-    def files(self) -> Files:
-        """The access to its file system."""
-        return self._saver.files
 
     def prepare(
         self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
@@ -285,18 +265,6 @@ class FrozenModelSaver:
         if not asynchronous:
             self._saver.finish()
         return time.monotonic() - began
-
-    def wait_for_copy(self) -> float:
-        """Wait until the state may change; returns the seconds it took."""
-        return self._saver.wait_for_copy()
-
-    def check(self) -> None:
-        """Raise an error of the background thread, if there was one."""
-        self._saver.check()
-
-    def finish(self) -> None:
-        """Wait until no save is under way."""
-        self._saver.finish()
 
     def _stages(self) -> Any:
         return self._feature.merged_stages()

@@ -47,7 +47,7 @@ class MergedStage:
 
     def state_dict(self, *, keep_vars: bool = False) -> Mapping[str, Tensor]:
         """Parameters under the names of a model without adapters, merged when they are read."""
-        return _LazyTensors(self._makers(keep_vars=keep_vars))
+        return LazyTensors(self._makers(keep_vars=keep_vars))
 
     def _makers(self, *, keep_vars: bool) -> dict[str, Callable[[], Tensor]]:
         adapters = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
@@ -70,7 +70,7 @@ def _merge_fn(linear: Any, adapter: Any, weight: Callable[[], Tensor]) -> Callab
     return lambda: merged_weight(linear, adapter, weight().detach())
 
 
-class _LazyTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors that are computed each time they are read."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:

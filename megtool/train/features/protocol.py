@@ -186,6 +186,15 @@ class TrainingFeature:
         """
         return None
 
+    def load_states(self, checkpoint: Path) -> Mapping[tuple[str, str], Tensor]:
+        """Load the feature's own parameters, which it saved by itself; returns their states, flat,
+        by state and parameter, as the optimizer asks for them.
+
+        Raises:
+            CheckpointError: they are missing, or of another run.
+        """
+        return {}
+
     def saved_paths(self, folder: Path, iteration: int) -> Mapping[str, str]:
         """Paths of what the feature saved in an iteration, by the field of the report."""
         return {}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.console import Progress
+from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError, FormatError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -33,6 +34,7 @@ from megtool.model.lora import adapters_of, merged_weight
 from megtool.options.groups import RuntimeOptions, SourceOptions
 from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.fake_quant.learned_scales import BLOCK
 from megtool.quant.fake_quant.straight_through import straight_through
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
@@ -47,11 +49,19 @@ from megtool.quant.pipeline.request import (
     QuantizeRequest,
 )
 from megtool.quant.qparams import QParams, WeightQParams
+from megtool.quant.recipes.learned_scales import LearnedScales
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import resolve_recipe
 from megtool.reshard.source import CheckpointSource
+from megtool.train.checkpointing.protocol import CheckpointSaver
 from megtool.train.checkpointing.quantizer_state import QuantizerState
 from megtool.train.config import TrainConfig
+from megtool.train.features.learned_scales import (
+    LearnedScalesSaver,
+    LearnedWeights,
+    check_learned_scales,
+    learned_bytes_per_block,
+)
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.memory_estimate import estimate_fake_quant_bytes
 
@@ -66,7 +76,8 @@ class QatFeature(TrainingFeature):
     inputs and smoothing scales stay those of the calibration. Scales of weights follow the weights,
     and codes that were chosen for the initial weights (GPTQ) are dropped. With `decisions`, which
     are those of a quantized checkpoint, its amaxes of weights stay what they are, as ModelOpt's do,
-    and what it has quantizers for has them in saved checkpoints. Memory: a copy of the rounded
+    and what it has quantizers for has them in saved checkpoints. `learned` scales are trained with
+    the weights instead. Memory: a copy of the rounded
     weights during the passes.
 
     Raises:
@@ -82,6 +93,7 @@ class QatFeature(TrainingFeature):
         sites: Iterable[ActivationSite],
         qparams: QParams,
         decisions: Sequence[Decision] | None = None,
+        learned: LearnedScales | None = None,
     ) -> None:
         all_sites = tuple(sites)
         is_fixed = decisions is not None
@@ -93,7 +105,13 @@ class QatFeature(TrainingFeature):
             kv_caches=dict(qparams.kv_caches),
             norm_scales=dict(qparams.norm_scales),
         )
-        self._decisions = decisions
+        self._learned = None if learned is None else LearnedWeights(stages, self._qparams, learned)
+        self._quantizers: QuantizerState | None = None
+        if decisions is not None:
+            planned = self._qparams
+            if self._learned is not None:
+                planned = self._learned.plan_qparams(decisions)
+            self._quantizers = QuantizerState(decisions=decisions, qparams=planned)
         _smooth_adapters(stages, self._qparams.weights)
         # Modules that share a scale per tensor.
         self._shared = [
@@ -139,12 +157,20 @@ class QatFeature(TrainingFeature):
         dtype: str,
         device: str,
     ) -> Mapping[str, int]:
-        """Bytes of the copies of weights that are rounded."""
+        """Bytes of the copies of weights that are rounded, and of learned amaxes with gradients and
+        moments."""
         if settings.qat is None:
             return {}
-        decisions = _decide(settings, source)
+        decisions, learned = _decide(settings, source), None
+        if not settings.keeps_quantizers:
+            learned = make_qat_request(
+                settings.qat, settings, source
+            ).resolved.recipe.learned_scales
         modules = [d.module.name for d in decisions if d.format is not None]
         num_bytes = estimate_fake_quant_bytes(source.config, layout, dtype, modules)
+        if learned is not None:
+            num_blocks = num_bytes // named_dtype(dtype).itemsize // BLOCK
+            num_bytes += num_blocks * learned_bytes_per_block(learned)
         return {"fake_quant_bytes": num_bytes}
 
     @classmethod
@@ -167,22 +193,36 @@ class QatFeature(TrainingFeature):
             sites = list_activation_sites(modules, quantized.source.config)
             return cls(stages, sites, quantized.qparams, quantized.decisions)
         request = make_qat_request(settings.qat, settings, inputs.source)
-        return cls(stages, *solve_qat_qparams(request, inputs.progress))
+        sites, qparams = solve_qat_qparams(request, inputs.progress)
+        learned = request.resolved.recipe.learned_scales
+        return cls(stages, sites, qparams, None if learned is None else request.decisions, learned)
 
     @property
     def quantizers(self) -> QuantizerState | None:
-        """The quantizers that the checkpoint had."""
-        if self._decisions is None:
-            return None
-        return QuantizerState(decisions=self._decisions, qparams=self._qparams)
+        """The quantizers that the checkpoint had, or those of learned scales."""
+        return self._quantizers
+
+    def wrap_saver(self, saver: CheckpointSaver) -> CheckpointSaver:
+        """With learned scales a saver of rounded weights and amaxes."""
+        if self._learned is None or self._quantizers is None:
+            return saver
+        return LearnedScalesSaver(saver, self._learned, self._quantizers)
+
+    def load_states(self, checkpoint: Path) -> Mapping[tuple[str, str], Tensor]:
+        """The learned amaxes of an iteration, and their states."""
+        return {} if self._learned is None else self._learned.load(checkpoint)
 
     @contextmanager
     def around_passes(
         self, iteration: int, batch: Batch | None, *, is_repeated: bool = False
     ) -> Iterator[None]:
         """Round weights and inputs until the end of the block, and restore the weights then."""
-        originals: list[tuple[Tensor, Tensor]] = []
         taps = [pair for _, simulation in self._stages for pair in simulation.hooks]
+        if self._learned is not None:
+            with self._learned.rounded(), tapped(straight_through(taps)):
+                yield
+            return
+        originals: list[tuple[Tensor, Tensor]] = []
         try:
             with torch.no_grad():
                 for stage, simulation in self._stages:
@@ -349,13 +389,6 @@ def make_qat_request(
             hint="recipe nvfp4, whose weights are rounded as a whole",
             error_id="option-without-effect",
         )
-    if decided.recipe.learned_scales is not None:
-        raise UsageError(
-            f"--qat {recipe} cannot be used: its scales are learned, and training keeps those of "
-            "the weights",
-            hint="a recipe with mse or max",
-            error_id="option-without-effect",
-        )
     if job.needs_choice:
         raise UsageError(
             f"--qat {recipe} cannot be used: it chooses formats by their sensitivity",
@@ -368,6 +401,8 @@ def make_qat_request(
             "for --calibration",
         )
     check_given(job)
+    if decided.recipe.learned_scales is not None:
+        check_learned_scales(recipe, settings, job.decisions)
     return job
 
 

@@ -212,6 +212,13 @@ class TrainingFeatures:
         states = (feature.restore(checkpoint, optimizer) for feature in self.features)
         return next((state for state in states if state is not None), None)
 
+    def load_states(self, checkpoint: Path) -> dict[tuple[str, str], Tensor]:
+        """See `TrainingFeature.load_states`."""
+        out: dict[tuple[str, str], Tensor] = {}
+        for feature in self.features:
+            out |= feature.load_states(checkpoint)
+        return out
+
     def saved_paths(self, folder: Path, iteration: int | None) -> Mapping[str, str]:
         """See `TrainingFeature.saved_paths`; nothing where no iteration was saved."""
         out: dict[str, str] = {}
