@@ -55,6 +55,9 @@ def generate(
     log-probability, and those of so many likeliest ones; with `prompt_logprobs` those of the
     prompt, too.
 
+    With `speculative` tokens are drafted, and several verified in a step: by layers of multi-token
+    prediction (`mtp`), or by the EAGLE-3 head in a folder, `num_drafts` (3) at a time.
+
     `on_text` is called with each piece of a single text as it comes, `on_answer` with each answer
     in order. Under `torchrun` every process calls this, in the layout `tp`, `pp`, `ep`; only rank 0
     calls back. Of a quantized folder inputs and KV cache are rounded as an engine that loads it
@@ -67,7 +70,7 @@ def generate(
     from megtool.inference.generate import DecodingOptions, check_requests
     from megtool.inference.prompts import encode_prompt, make_request
     from megtool.inference.sampling import Sampling
-    from megtool.inference.speculative import check_speculative
+    from megtool.inference.speculative import choose_drafting
     from megtool.inference.stop_strings import Stops
 
     check_effects(options)
@@ -81,8 +84,12 @@ def generate(
     source = open_decoder(options.source, options, two_stacks=True)
     tokenizer = source.tokenizer(options.tokenizer)
     check_dequantize(options.dequantize, source)
-    if options.speculative == "mtp":
-        check_speculative(source.config, stream_layers=options.stream_layers)
+    drafting = choose_drafting(
+        options.speculative,
+        options.num_drafts,
+        source.config,
+        stream_layers=options.stream_layers,
+    )
     Stops(options.stop)  # refuses empty stop strings
     decoding = DecodingOptions(
         sampling=sampling,
@@ -91,7 +98,7 @@ def generate(
         num_log_probs=options.logprobs,
         prompt_log_probs=options.prompt_logprobs,
         num_slots=min(len(conversations), options.batch_size or _MAX_BATCH),
-        speculative=options.speculative == "mtp",
+        speculative=drafting,
     )
     requests = [
         make_request(
@@ -152,7 +159,9 @@ def _run(
     on_answer, progress = callbacks.on_answer, callbacks.progress
     start = time.monotonic()
     with on_ranks(options, less=_LESS_MEMORY) as groups:
-        forward = load_forward(source, options, groups, progress, keeps_mtp=decoding.speculative)
+        forward = load_forward(
+            source, options, groups, progress, keeps_mtp=decoding.speculative is True
+        )
         if not options.dequantize:
             run_as_engine(forward, source)
         loaded = time.monotonic()
@@ -197,6 +206,8 @@ def _run(
         num_graphed=meter.num_graphed,
         num_drafted=meter.num_drafted,
         num_accepted=meter.num_accepted,
+        num_verified=meter.num_verified,
+        accepted=meter.accepted,
         is_shown=not is_first or on_text is not None or on_answer is not None,
         is_list=is_list,
     )

@@ -78,8 +78,8 @@ class GenerateReport(Report):
     Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
     batch together. `is_shown`: the answers were printed as they came, and are
     not printed again; `is_list`: they are printed as lines of JSON. `adapters` are merged into the
-    weights. Of `num_drafted` tokens that speculative decoding verified, `num_accepted` were the
-    model's own.
+    weights. Of `num_drafted` tokens that speculative decoding verified, in `num_verified` passes
+    over a text each, `num_accepted` were the model's own: `accepted` are those of each place.
     """
 
     path: str
@@ -97,14 +97,24 @@ class GenerateReport(Report):
     num_graphed: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_verified: int = 0
+    accepted: tuple[int, ...] = ()
     is_list: bool = False
     adapters: tuple[str, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a text grows by in a pass that verifies drafts, on average."""
+        return 1 + self.num_accepted / max(1, self.num_verified)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         values = asdict(self)
-        for key in ("answers", "is_list"):
+        for key in ("answers", "is_list", "accepted", "num_verified"):
             del values[key]
+        if self.num_verified:
+            values["acceptance_length"] = round(self.acceptance_length, 4)
+            values["acceptance_rates"] = [round(n / self.num_verified, 4) for n in self.accepted]
         values["prompt_tokens"] = values.pop("num_prompt_tokens")
         values["tokens"] = values.pop("num_tokens")
         return self.add_remarks(values | {"answers": [a.to_json() for a in self.answers]})
@@ -128,7 +138,10 @@ class GenerateReport(Report):
         drafts = ""
         if self.num_drafted:
             share = self.num_accepted / self.num_drafted
-            drafts = f"; {share:.1%} of {self.num_drafted:,} drafted tokens accepted"
+            drafts = (
+                f"; {share:.1%} of {self.num_drafted:,} drafted tokens accepted, acceptance length "
+                f"{self.acceptance_length:.2f}"
+            )
         return (
             f"{texts}: {self.num_tokens:,} tokens in {self.seconds:.1f} s "
             f"({self.tokens_per_second:.1f} tokens/s; prompts of {self.num_prompt_tokens:,} tokens "

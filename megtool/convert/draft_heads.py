@@ -48,7 +48,7 @@ def compare_head(
         return None
     # A smaller vocabulary needs its table; the rest is the model's where a head has none.
     optional = {"t2d", "lm_head.weight", "embed_tokens.weight"}
-    stored = {_usual_name(name): name for name in shapes}
+    stored = {usual_name(name): name for name in shapes}
     missing = [n for n in expected if n not in stored and n not in optional]
     wrong = [
         (name, f"has the shape {list(shapes[name])}, and config.json says {list(expected[n])}")
@@ -58,7 +58,8 @@ def compare_head(
     return missing, wrong, [name for n, name in stored.items() if n not in expected]
 
 
-def _usual_name(name: str) -> str:
+def usual_name(name: str) -> str:
+    """The name in an export from Transformers."""
     return _FIRST + name.removeprefix(_MIDDLE) if name.startswith(_MIDDLE) else name
 
 

@@ -30,7 +30,7 @@ from megtool.inference.slots import (
     Slots,
     SourceSlots,
 )
-from megtool.inference.speculative import SpeculativeSlots
+from megtool.inference.speculative import Drafting, SpeculativeSlots
 from megtool.inference.stop_strings import Stops
 from megtool.model.batch import check_ids
 from megtool.model_config import ModelConfig
@@ -55,13 +55,14 @@ class DecodingOptions(TextOptions):
     """How all of several texts are generated, and how many at once.
 
     With `graphed`, steps are replayed as CUDA graphs where that is possible. With `speculative`,
-    layers of multi-token prediction draft tokens, and a step verifies several. A pass reads
+    layers of multi-token prediction draft tokens, or a head does, and a step verifies several. A
+    pass reads
     `prefill_tokens` of prompts, and with `shares_prefixes` tokens that several begin with once.
     """
 
     num_slots: int = 16
     graphed: bool = True
-    speculative: bool = False
+    speculative: Drafting = False
     prefill_tokens: int = MOST_PREFILL_TOKENS
     shares_prefixes: bool = True
 
@@ -112,8 +113,9 @@ class Meter:
     """What the work took so far: seconds and tokens of reading prompts, and of writing texts.
 
     The first token of every text comes with the reading of its prompt, the others with steps. Of
-    drafted tokens, those count that a step has verified. `num_shared` tokens of prompts were found
-    in the cache, and `num_preempted` times a text was thrown out of it, to be read again.
+    drafted tokens, those count that a step has verified, in `num_verified` passes over a text each;
+    `accepted` are the first, the second, ... drafts that were kept. `num_shared` tokens of prompts
+    were found in the cache, and `num_preempted` times a text was thrown out of it.
     """
 
     prompt_tokens: int = 0
@@ -123,10 +125,16 @@ class Meter:
     step_seconds: float = 0.0
     num_steps: int = 0
     num_graphed: int = 0
+    num_verified: int = 0
     num_drafted: int = 0
-    num_accepted: int = 0
+    accepted: tuple[int, ...] = ()
     num_shared: int = 0
     num_preempted: int = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were kept."""
+        return sum(self.accepted)
 
 
 def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> None:
@@ -183,7 +191,7 @@ def generate(
 
     Raises:
         UsageError: a prompt is empty, too long for the model or another tokenizer's, or a stop
-            string is empty; or the model cannot draft (`check_speculative`).
+            string is empty; or the model cannot draft.
         CheckpointError: the logits of a prompt contain a NaN.
     """
     requests = [replace(r, text=options) for r in requests]
@@ -239,7 +247,9 @@ def make_block_slots(
     """Slots over so many pages of a cache, for requests that may come at any time."""
     num_slots = options.num_slots
     if options.speculative:
-        return SpeculativeSlots(forward, num_slots=num_slots, num_pages=num_pages)
+        return SpeculativeSlots(
+            forward, num_slots=num_slots, num_pages=num_pages, drafting=options.speculative
+        )
     if forward.config.num_decoder_layers:
         return SourceSlots(
             forward,
@@ -390,7 +400,8 @@ class GenerationLoop:
         meter.num_graphed = slots.num_graphed
         meter.num_preempted = self._schedule.num_preempted
         if isinstance(slots, SpeculativeSlots):
-            meter.num_drafted, meter.num_accepted = slots.num_drafted, slots.num_accepted
+            meter.num_verified, meter.num_drafted = slots.num_verified, slots.num_drafted
+            meter.accepted = tuple(slots.accepted)
         if isinstance(slots, BlockSlots):
             meter.num_shared = slots.num_shared
 

@@ -40,7 +40,7 @@ from megtool.inference.prompts import (
 from megtool.inference.runtime import LESS_MEMORY, load_forward, memory_errors, on_ranks
 from megtool.inference.sampling import Sampling
 from megtool.inference.slots import BLOCK_SIZE
-from megtool.inference.speculative import check_speculative
+from megtool.inference.speculative import choose_drafting
 from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.source import CheckpointSource
@@ -153,7 +153,9 @@ class Engine:
         share_prefixes: False reads every prompt anew. Models with recurrent mixers (Mamba, gated
             delta nets, short convolutions) and those whose rotary embedding depends on the length
             (dynamic, longrope) always do; see `shares_prefixes`.
-        speculative: `mtp` lets the model's layers of multi-token prediction draft tokens.
+        speculative: `mtp` lets the model's layers of multi-token prediction draft tokens; the
+            folder of an EAGLE-3 head lets that do so.
+        num_drafts: How many tokens a head drafts in a step; by default 3.
         followers: Whether the other ranks follow this one.
         dtype: What the model runs in; by default as stored, float32 on a CPU.
         device: `cpu` or `cuda`; by default CUDA if there is one.
@@ -181,7 +183,8 @@ class Engine:
         cache_tokens: int | None = None,
         prefill_tokens: int = 512,
         share_prefixes: bool = True,
-        speculative: Literal["none", "mtp"] = "none",
+        speculative: str | Path = "none",
+        num_drafts: int | None = None,
         followers: bool = False,
         dtype: str | None = None,
         device: str | None = None,
@@ -203,8 +206,6 @@ class Engine:
         for name, size in sizes.items():
             if size < 1:
                 raise UsageError(f"{name} is {size}", hint="1 or more")
-        if speculative not in ("none", "mtp"):
-            raise UsageError(f"speculative is {speculative!r}", hint="none or mtp")
         manner = RuntimeOptions(
             dtype=dtype,
             device=device,
@@ -222,8 +223,9 @@ class Engine:
             adapter=adapter,  # type: ignore[arg-type] # converted
         )
         source = open_decoder(to_location(location), known, two_stacks=True)
-        if speculative == "mtp":
-            check_speculative(source.config, stream_layers=stream_layers)
+        drafting = choose_drafting(
+            str(speculative), num_drafts, source.config, stream_layers=stream_layers
+        )
         self._tokenizer = _find_tokenizer(source, tokenizer)
         self._condition = threading.Condition()
         self._is_working, self._num_visitors = False, 0
@@ -236,13 +238,11 @@ class Engine:
             groups = self._open.enter_context(on_ranks(manner, less=_LESS))
             self._leads = followers and groups.world.size > 1
             with memory_errors(groups.device, _LESS):
-                forward = load_forward(
-                    source, manner, groups, progress, keeps_mtp=speculative == "mtp"
-                )
+                forward = load_forward(source, manner, groups, progress, keeps_mtp=drafting is True)
                 options = DecodingOptions(
                     num_slots=max_sequences,
                     graphed=groups.device.type == "cuda",
-                    speculative=speculative == "mtp",
+                    speculative=drafting,
                     prefill_tokens=prefill_tokens,
                     shares_prefixes=share_prefixes,
                 )

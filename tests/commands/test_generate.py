@@ -277,6 +277,25 @@ def test_a_real_model_writes_what_it_writes_in_transformers(tmp_path: Path) -> N
             assert [a.text for a in report.answers] == expected, (source, rows)
 
 
+def test_a_draft_head_changes_how_fast_a_text_comes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("modelopt.torch.speculative", reason="ModelOpt makes the head")
+    from megtool.reshard.open_source import open_decoder
+    from megtool.train.features.eagle_head import make_eagle_config
+    from tests.support.models.eagle_heads import modelopt_eagle, save_head
+
+    config = make_eagle_config({}, open_decoder(folder).config, torch.float32, file="default")
+    head = save_head(modelopt_eagle(folder, config), tmp_path / "head")
+    capsys.readouterr()  # ModelOpt prints
+    words = ["generate", str(folder), "-p", "Hello", "--max-new-tokens", "12", "--device", "cpu"]
+    assert main([*words, "--speculative", str(head), "--num-drafts", "2", "--json", "-q"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [a["text"] for a in report["answers"]] == texts(folder, prompt=("Hello",))
+    assert len(report["acceptance_rates"]) == 2
+    assert report["acceptance_length"] == pytest.approx(1 + sum(report["acceptance_rates"]))
+
+
 def test_drafts_change_how_fast_a_text_comes_and_not_the_text(folder: Path, tmp_path: Path) -> None:
     save_tunable(tmp_path / "mtp", depths=1)
     reshard(tmp_path / "mtp", tmp_path / "megatron", to="torch_dist", tp=2)
@@ -298,5 +317,9 @@ def test_drafts_change_how_fast_a_text_comes_and_not_the_text(folder: Path, tmp_
         assert report.to_json()["num_drafted"] == report.num_drafted
     with pytest.raises(UsageError, match="no layers of multi-token prediction"):
         texts(folder, prompt=PROMPTS, speculative="mtp")
+    with pytest.raises(FormatError, match="no draft head"):
+        texts(folder, prompt=PROMPTS, speculative=str(folder))
+    with pytest.raises(UsageError, match="has no effect without a draft head"):
+        texts(folder, prompt=PROMPTS, num_drafts=2)
     with pytest.raises(UsageError, match="--stream-layers"):
         texts(tmp_path / "mtp", prompt=PROMPTS, speculative="mtp", stream_layers=True)

@@ -14,11 +14,13 @@ import torch
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.inference.batching import ChosenToken, GenerateRequest
+from megtool.inference.drafting import DraftRow
 from megtool.inference.forward import Forward
 from megtool.inference.generate import DecodingOptions, Meter, generate
 from megtool.inference.load import load
+from megtool.inference.mtp_drafter import MtpDrafter
 from megtool.inference.sampling import Sampling, draw, probabilities
-from megtool.inference.speculative import SpeculativeSlots, check_speculative
+from megtool.inference.speculative import SpeculativeSlots, choose_drafting
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
@@ -200,13 +202,13 @@ def test_recurrent_mixers_go_back_to_before_a_rejected_draft(
     assert len(set(plain[0])) > 1
     generator = torch.Generator().manual_seed(0)
 
-    def often_right(self: SpeculativeSlots, rows: Any, x_BH: torch.Tensor) -> torch.Tensor:
+    def often_right(self: MtpDrafter, rows: Sequence[DraftRow], x_BH: torch.Tensor) -> torch.Tensor:
         errors = (torch.rand(len(rows), generator=generator) < 0.35).tolist()
-        at = [len(r.tokens) + len(self._of(r).drafts) for r in rows]
-        right = [plain[r.request.number][n] for r, n in zip(rows, at, strict=True)]
+        at = [len(r.running.tokens) + len(r.drafts) for r in rows]
+        right = [plain[r.number][n] for r, n in zip(rows, at, strict=True)]
         return torch.tensor([(t + e) % 5 for t, e in zip(right, errors, strict=True)])
 
-    monkeypatch.setattr(SpeculativeSlots, "_propose", often_right)
+    monkeypatch.setattr(MtpDrafter, "_propose", often_right)
     for num_slots in (16, 2):
         drafted, meter = run(forward, requests, num_slots=num_slots, speculative=True)
         assert drafted == plain
@@ -218,16 +220,15 @@ def test_drafts_do_not_depend_on_how_a_text_was_read(name: str) -> None:
     """Layers draft in the middle of a text what they do if all of it is a prompt."""
     forward = recurrent(name)
     drafts: dict[tuple[int, ...], list[int]] = {}
-    draft = SpeculativeSlots._draft
+    draft = MtpDrafter.draft
 
-    def note(self: SpeculativeSlots, rows: Any) -> None:
+    def note(self: MtpDrafter, rows: Sequence[DraftRow]) -> None:
         draft(self, rows)
-        for running in rows:
-            text = (*running.request.prompt, *running.tokens)
-            drafts[text] = self._of(running).drafts
+        for row in rows:
+            drafts[tuple(row.running.known)] = row.drafts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculativeSlots, "_draft", note)
+        patch.setattr(MtpDrafter, "draft", note)
         run(forward, prompts([4, 9, 1], [12, 9, 12], 5), num_slots=2, speculative=True)
         texts, drafts = drafts, {}
         requests = [
@@ -245,13 +246,12 @@ def test_drafts_are_those_of_the_formula(
     """At every step, with caches, what the layers would draft from the whole text so far."""
     reference = MtpReference(folder, tmp_path / "ordinary", "mimo")
     checked = []
-    draft = SpeculativeSlots._draft
+    draft = MtpDrafter.draft
 
-    def compare(self: SpeculativeSlots, rows: Any) -> None:
+    def compare(self: MtpDrafter, rows: Sequence[DraftRow]) -> None:
         draft(self, rows)
-        for running in rows:
-            text = [*running.request.prompt, *running.tokens]
-            drafts = self._of(running).drafts
+        for row in rows:
+            text, drafts = row.running.known, row.drafts
             last = len(text) - 2
             for depth, token in enumerate(drafts):
                 tokens = torch.tensor([[*text, *drafts[:depth], 0]])
@@ -261,7 +261,7 @@ def test_drafts_are_those_of_the_formula(
                 assert float(logits.max() - logits[token]) < 1e-4
                 checked.append(depth)
 
-    monkeypatch.setattr(SpeculativeSlots, "_draft", compare)
+    monkeypatch.setattr(MtpDrafter, "draft", compare)
     run(forward, MIXED, num_slots=4, speculative=True)
     assert Counter(checked)[1] > 10
 
@@ -274,15 +274,15 @@ def test_drafts_of_residuals_side_by_side_are_those_of_a_pass_over_the_text(
     forward = Forward(load(open_source(tmp_path), dtype="float32", keeps_mtp=True))
     plain, _ = run(forward, MIXED, num_slots=4)
     decoder, checked = forward.decoder, 0
-    draft = SpeculativeSlots._draft
+    draft = MtpDrafter.draft
 
-    def compare(self: SpeculativeSlots, rows: Any) -> None:
+    def compare(self: MtpDrafter, rows: Sequence[DraftRow]) -> None:
         nonlocal checked
         draft(self, rows)
-        for running in rows:
-            text = torch.tensor([[*running.request.prompt, *running.tokens]])
+        for row in rows:
+            text = torch.tensor([row.running.known])
             before = decoder.mtp_input(decoder.hidden(Batch(tokens_BS=text)))
-            for token in self._of(running).drafts:
+            for token in row.drafts:
                 following = Batch(tokens_BS=torch.cat((text[:, 1:], text[:, :1]), 1))
                 frame = decoder.frame(following)
                 layer = decoder.mtp.layer(0)  # type: ignore[union-attr]
@@ -292,7 +292,7 @@ def test_drafts_of_residuals_side_by_side_are_those_of_a_pass_over_the_text(
                 assert float(logits.max() - logits[token]) < 1e-4
                 checked += 1
 
-    monkeypatch.setattr(SpeculativeSlots, "_draft", compare)
+    monkeypatch.setattr(MtpDrafter, "draft", compare)
     drafted, meter = run(forward, MIXED, num_slots=4, speculative=True)
     assert drafted == plain
     assert checked == meter.num_drafted > 20
@@ -397,5 +397,5 @@ def test_models_that_cannot_draft_are_refused() -> None:
         (ModelConfig(**SIZES), {"stream_layers": True}, "--stream-layers"),
     ):
         with pytest.raises(UsageError, match=problem) as caught:
-            check_speculative(config, **how)
+            choose_drafting("mtp", None, config, **how)
         assert "--speculative none" in (caught.value.hint or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from megtool.options.effects import requires
 from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
@@ -115,11 +115,26 @@ class GenerateOptions(
         False,
         needs=(requires("logprobs", "--logprobs N (0: no others) says how many likeliest ones"),),
     )
-    speculative: Literal["none", "mtp"] = option(
+    speculative: str = option(
         RUNNING,
-        "mtp: the model's multi-token prediction layers draft tokens, and each step verifies them; "
-        "the text is the same (sampled: its distribution).",
+        "What drafts tokens, which each step verifies: mtp, the model's multi-token prediction "
+        "layers; or the folder of an EAGLE-3 head. The text is the same (sampled: its "
+        "distribution).",
         "none",
+        metavar="none|mtp|FOLDER",
+    )
+    num_drafts: int | None = option(
+        RUNNING,
+        "Tokens that a head drafts in a step; default: 3.",
+        metavar="N",
+        minimum=1,
+        needs=(
+            OptionCondition(
+                holds=lambda options, facts: options.speculative not in ("none", "mtp"),
+                reason="has no effect without a draft head",
+                hint="--speculative FOLDER; layers of multi-token prediction make one draft each",
+            ),
+        ),
     )
     batch_size: int | None = option(RUNNING, _BATCH_SIZE, metavar="N", minimum=1)
 

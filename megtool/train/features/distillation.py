@@ -30,6 +30,7 @@ from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.kernels.lm_head import bend
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.layer_states import LayerStates
 from megtool.model.pipeline import Objective, stream_hidden
 from megtool.model_config import ModelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
@@ -41,7 +42,6 @@ from megtool.train.build_model import load_for_training
 from megtool.train.config import TrainConfig
 from megtool.train.evaluation import world_sum
 from megtool.train.features.layer_distillation import (
-    LayerStates,
     check_stages,
     choose_pairs,
     layer_loss,

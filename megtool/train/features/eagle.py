@@ -22,6 +22,7 @@ from megtool.checkpoint.storage.location import location
 from megtool.errors import MappingError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.layer_states import LayerStates
 from megtool.model.pipeline import Objective, microbatches
 from megtool.model_config import ModelConfig
 from megtool.reshard.source import CheckpointSource
@@ -37,7 +38,6 @@ from megtool.train.features.eagle_head import (
 )
 from megtool.train.features.frozen_model import FrozenModelFeature
 from megtool.train.features.frozen_weights import DRAFT_HEAD
-from megtool.train.features.layer_distillation import LayerStates
 from megtool.train.features.protocol import FeatureInputs
 from megtool.train.run_plan import row_length
 

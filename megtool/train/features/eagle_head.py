@@ -239,6 +239,7 @@ class EagleHead:
                 base = _make_base(config, embedding_VH, output_VH)
                 self._model = mtsp.convert(base, [("eagle", settings)])
                 _set_rotary(self._model)
+                norm_states_once(self._model.eagle_module)
                 self._model.load_draft_vocab_cache(self._model, draft_vocabulary)
         except (TypeError, ValueError, LookupError, AttributeError, FileNotFoundError) as e:
             raise RecipeError(f"ModelOpt cannot build the head: {_first_line(e)}", file=file) from e
@@ -343,6 +344,20 @@ def _make_base(config: ModelConfig, embedding_VH: Tensor, output_VH: Tensor) -> 
     for module, weight in ((base.model.embed_tokens, embedding_VH), (base.lm_head, output_VH)):
         module.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return base
+
+
+def norm_states_once(module: Any) -> None:
+    """Let the first layer of ModelOpt's head norm states by `hidden_norm` alone.
+
+    ModelOpt 0.47 has them go through `input_layernorm` before, which is that of embeddings; vLLM
+    and SGLang do not (`llama_eagle3.py`), nor does ModelOpt's head of Megatron. As long as that
+    weight is one, where training begins, it makes no difference.
+    """
+
+    def skip_states(_norm: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return out if args[0] is module._input_embeds else args[0]
+
+    module.layers[0].input_layernorm.register_forward_hook(skip_states)
 
 
 def _set_rotary(model: Any) -> None:

@@ -8,16 +8,14 @@ layer to layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
-from megtool.model.decoder import Decoder
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group
 
@@ -98,34 +96,6 @@ def check_stages(layout: ParallelConfig) -> None:
             "--distill-hidden-weight compares them there",
             hint="--tp, --cp and replicas split the run; --pp 1",
         )
-
-
-class LayerStates:
-    """The states behind some layers of a model, of its last pass; use in `with`.
-
-    They belong to the graph of gradients where the pass has one.
-    """
-
-    def __init__(self, decoder: Decoder, numbers: Sequence[int]) -> None:
-        self._decoder, self._numbers = decoder, sorted(set(numbers))
-        self._states: dict[int, Tensor] = {}
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the states of passes."""
-        try:
-            with self._decoder.decoder.hooked(self._numbers, self._keep):
-                yield
-        finally:
-            self._states.clear()
-
-    def _keep(self, number: int, _layer: nn.Module, _inputs: object, x_TH: Tensor) -> None:
-        self._states[number] = x_TH  # again where the layer is recomputed: nobody takes those
-
-    def take(self) -> dict[int, Tensor]:
-        """The states of the last pass, x_TH by layer; they are not kept any longer."""
-        states, self._states = self._states, {}
-        return states
 
 
 def layer_loss(

@@ -18,13 +18,12 @@ from megtool.model.pipeline import PipelineSchedule
 from megtool.train.features.eagle import EagleFeature
 from megtool.train.features.eagle_head import EagleHead, make_eagle_config, read_eagle_recipe
 from tests.support.errors import raises
+from tests.support.models.eagle_heads import SIZES, modelopt_eagle
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.lora_runs import load
 
 pytest.importorskip("modelopt", reason="ModelOpt makes the head")
-mtsp = pytest.importorskip("modelopt.torch.speculative")
-
-SIZES = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+pytest.importorskip("modelopt.torch.speculative")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +55,7 @@ def make_feature(
 
 def their_model(model: Path, config: dict[str, Any], ours: EagleFeature) -> Any:
     """ModelOpt's model with the whole Transformers model in it, and the head of `ours`."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs = mtsp.convert(base, [("eagle", config | {"eagle_offline": False})])
-    theirs.eagle_module.rotary_emb = LlamaRotaryEmbedding(config=theirs.eagle_config)
+    theirs = modelopt_eagle(model, config)
     theirs.eagle_module.load_state_dict(ours.head.module.state_dict())
     return theirs.train()
 
