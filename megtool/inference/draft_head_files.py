@@ -224,8 +224,8 @@ def _read_layers(stored: Mapping[str, Any], model: ModelConfig, path: Path) -> t
 
 def _llama_config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a Llama with the head's layers."""
-    kept = {name: value for name, value in stored.items() if name != "quantization_config"}
-    return kept | {
+    plain = {name: value for name, value in stored.items() if name != "quantization_config"}
+    return plain | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "tie_word_embeddings": False,
