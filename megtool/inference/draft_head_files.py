@@ -48,8 +48,9 @@ class DraftHeadFiles:
         """Read the headers of a head for a model; `num_drafts` is 3 where nothing is said.
 
         Raises:
-            FormatError: there is no checkpoint, or no EAGLE-3 head in it, or tensors are missing.
-            MappingError: the head is of another model, or the model can have none.
+            FormatError: there is no checkpoint, or no EAGLE-3 head in it, or a tensor does not fit.
+            MappingError: tensors are missing, the head is of another model, or the model can have
+                none.
             UsageError: the number of drafts is impossible.
         """
         catalogue = open_checkpoint(path)
@@ -80,7 +81,7 @@ class DraftHeadFiles:
             )
         own = stored.get("draft_vocab_size") or stored["vocab_size"]
         if own != model.vocab_size and "lm_head.weight" not in names:
-            raise FormatError(
+            raise MappingError(
                 f"the head has {own} tokens and no output layer of its own",
                 file=path,
                 tensor="lm_head.weight",
@@ -165,7 +166,7 @@ def _check_tensors(
     unknown: Sequence[str],
 ) -> None:
     if missing:
-        raise FormatError(
+        raise MappingError(
             f"the head lacks {len(missing)} tensors",
             file=path,
             tensor=missing[0],

@@ -203,13 +203,13 @@ def test_other_folders_and_damaged_heads_are_refused(
         DraftHeadFiles.open(llama, config)
     with raises(FormatError, "another kind"):
         open_changed("medusa", {}, architectures=["DFlashDraftModel"])
-    with raises(FormatError, "lacks 1 tensors", tensor="fc.weight"):
+    with raises(MappingError, "lacks 1 tensors", tensor="fc.weight"):
         open_changed("missing", {"fc.weight": None})
     with raises(FormatError, "shape", tensor="norm.weight"):
         open_changed("shape", {"norm.weight": torch.ones(3)})
     with raises(MappingError, "vocab_size"):
         open_changed("vocabulary", {"t2d": None}, vocab_size=config.vocab_size + 1)
-    with raises(FormatError, "no output layer", tensor="lm_head.weight"):
+    with raises(MappingError, "no output layer", tensor="lm_head.weight"):
         open_changed("output", {"lm_head.weight": None})
     nothing = torch.full_like(tensors["norm.weight"], torch.nan)
     beyond = torch.full_like(tensors["d2t"], 1 << 40)
