@@ -43,7 +43,7 @@ JOBS: Mapping[str, tuple[str, str, str, Mapping[str, Any]]] = {
         "distillation of logits (ModelOpt on transformers' models)",
         "peer_distillation",
         "finetune",
-        {"more": {"teacher": True}},
+        {"more": {"distill_weight": 1.0}},  # the divergence alone, as ModelOpt's loss
     ),
     "eagle": (
         "an EAGLE-3 head (ModelOpt on transformers' model; `--eagle`)",
@@ -102,7 +102,10 @@ def duel(table: Table, name: str, made: Synthetic, root: Path, given: argparse.N
     if ours == "finetune":
         job["data"] = str(write_tokens(root / "tokens", made.shape.vocab, given))
     if name == "distill":
-        job |= {"teacher": str(source), "more": {"teacher": str(source)}}
+        teacher = root / "teacher"
+        if not teacher.exists():
+            llama(teacher, given.gib, shape=SMALL, finite=True, seed=1)
+        job |= {"teacher": str(teacher), "more": {**more["more"], "teacher": str(teacher)}}
     runs: tuple[list[Run], list[Run]] = ([], [])
     for number in range(given.rounds + 1):  # the last for memory
         for kind, done in zip((peer, ours), runs, strict=True):

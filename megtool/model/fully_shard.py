@@ -7,6 +7,7 @@ pass. Gradients are summed into this rank's shard at the end of a layer's backwa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,6 +189,8 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 def sharded_modules(stages: Iterable[nn.Module]) -> list[FSDPModule]:
     """All modules that `fully_shard` was applied to."""
+    if "torch.distributed.fsdp" not in sys.modules:  # so it was applied to none
+        return []
     from torch.distributed.fsdp import FSDPModule
 
     return [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]

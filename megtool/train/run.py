@@ -54,6 +54,7 @@ from megtool.train.run_plan import (
     make_optimizer,
     plan_run,
     resolve_dtype,
+    saves_in_background,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -166,7 +167,8 @@ class TrainRun:
                     tensorboard=settings.tensorboard,
                 )
             )
-            saver.prepare(stages, optimizer, asynchronous=settings.async_save)
+            in_background = saves_in_background(settings, plan, state.iteration)
+            saver.prepare(stages, optimizer, asynchronous=in_background)
             job = TrainJob(
                 stages=stages,
                 optimizer=optimizer,

@@ -289,13 +289,13 @@ def make_optimizer(
     is_trained = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
     if not float(all_sum(is_trained, groups.world)):
         raise UsageError("nothing is left to train", hint="--freeze less")
-    from megtool.model.fully_shard import sharded_modules
-    from megtool.optim.cpu_offload import HybridDeviceOptimizer
     from megtool.optim.distributed import DistributedOptimizer
-    from megtool.optim.fully_sharded import FullyShardedOptimizer
     from megtool.optim.replicated import ReplicatedOptimizer
 
     if settings.is_fully_sharded:
+        from megtool.model.fully_shard import sharded_modules
+        from megtool.optim.fully_sharded import FullyShardedOptimizer
+
         return FullyShardedOptimizer(named, config, groups, modules=sharded_modules(stages))
     strategy = settings.sharding_strategy
     if strategy is None:
@@ -306,7 +306,11 @@ def make_optimizer(
         if strategy == "optim"
         else ReplicatedOptimizer(named, config, groups)
     )
-    return HybridDeviceOptimizer(optimizer) if config.offload_fraction else optimizer
+    if not config.offload_fraction:
+        return optimizer
+    from megtool.optim.cpu_offload import HybridDeviceOptimizer
+
+    return HybridDeviceOptimizer(optimizer)
 
 
 def resolve_dtype(settings: TrainConfig, device: str) -> str:
@@ -315,3 +319,11 @@ def resolve_dtype(settings: TrainConfig, device: str) -> str:
         if getattr(settings, name):
             return dtype
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def saves_in_background(settings: TrainConfig, plan: RunPlan, iteration: int) -> bool:
+    """Whether a run that is at `iteration` saves while it trains: it waits for its last save."""
+    interval = settings.save_interval
+    if not settings.async_save or not interval:
+        return False
+    return (iteration // interval + 1) * interval < plan.train_iters

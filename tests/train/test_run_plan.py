@@ -9,7 +9,7 @@ import pytest
 
 from megtool.errors import UsageError
 from megtool.train.config import TrainConfig
-from megtool.train.run_plan import RunPlan, make_lr_schedule
+from megtool.train.run_plan import RunPlan, make_lr_schedule, saves_in_background
 
 BATCH, ITERS = 4, 25
 
@@ -54,3 +54,16 @@ def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: fl
 def test_a_warm_up_that_is_all_is_refused() -> None:
     with pytest.raises(UsageError, match="25 warm-up steps"):
         make_lr_schedule(TrainConfig(lr=1e-2, lr_warmup_fraction=1.0), plan())
+
+
+@pytest.mark.parametrize(
+    ("interval", "iteration", "is_saved"),
+    [(None, 0, False), (10, 0, True), (10, 20, False), (25, 0, False), (30, 0, False)],
+)
+def test_only_saves_before_the_last_are_made_in_the_background(
+    interval: int | None, iteration: int, is_saved: bool
+) -> None:
+    settings = TrainConfig(save_interval=interval)
+    assert saves_in_background(settings, plan(), iteration) is is_saved
+    waiting = TrainConfig(save_interval=interval, async_save=False)
+    assert not saves_in_background(waiting, plan(), iteration)

@@ -28,7 +28,12 @@ def quantize_folder(options: Options, phase: Phases) -> Options:
 def _quantize(options: Options, phase: Phases, **how: Any) -> Options:
     import torch
 
-    import megtool.quant.pipeline.pipeline  # noqa: F401  # what peers import is imported before
+    import megtool.commands.quantize
+    import megtool.quant.calibration.calibrate
+    import megtool.quant.modelopt_backend.unit_solver
+    import megtool.quant.pipeline.finalize
+    import megtool.quant.pipeline.pipeline
+    import megtool.quant.verification.verify_folder  # noqa: F401  # peers' are imported before
     from megtool import quantize
     from megtool.quant.modelopt_backend.load_modelopt import import_modelopt
 
@@ -165,8 +170,19 @@ def finetune(options: Options, phase: Phases) -> Options:
     """Some steps of megtool's training, and what they leave."""
     import torch
 
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.ticker
+    import numpy.random
+
     import megtool.commands.finetune
+    import megtool.converters.llama
+    import megtool.optim.distributed
+    import megtool.optim.replicated
+    import megtool.reshard.fp8_state.transfer
+    import megtool.reshard.writers.torch_dist
     import megtool.train.checkpointing.resume_point
+    import megtool.train.loss_plot
     import megtool.train.run  # noqa: F401  # what peers import is imported before
     from megtool import finetune
 

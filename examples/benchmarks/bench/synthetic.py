@@ -59,12 +59,14 @@ def llama(
     num_files: int = 4,
     shape: Shape | None = None,
     finite: bool = False,
+    seed: int = 0,
 ) -> Synthetic:
     """Write a Llama of about `gib` GiB with megtool's own layout (tensors start on pages).
 
     Below 1 GiB its dimensions are smaller, so that it has layers still, an even number of them,
     unless `shape` gives them. `only` keeps the tensors whose names hold one of these; with `sparse`
-    all data are holes; with `finite` they are bfloat16 numbers that a model can compute with.
+    all data are holes; with `finite` they are bfloat16 numbers that a model can compute with, others
+    for another `seed`.
     """
     if shape is None:
         shape = LARGE if gib >= 1 else SMALL
@@ -88,7 +90,7 @@ def llama(
     folder.mkdir(parents=True)
     block = np.random.default_rng(0).integers(0, 256, (8 << 20) + 4099, np.uint8).data
     if finite:
-        normal = np.random.default_rng(0).standard_normal((4 << 20) + 2049, np.float32) * 0.02
+        normal = np.random.default_rng(seed).standard_normal((4 << 20) + 2049, np.float32) * 0.02
         block = (normal.view("<u4") >> 16).astype("<u2").view(np.uint8).data
     for file in laid.catalogue.files:
         with (folder / file.path).open("wb") as out:

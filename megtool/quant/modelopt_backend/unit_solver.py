@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megtool.errors import MegtoolError
 from megtool.model.decoder import Decoder
@@ -96,11 +95,10 @@ class ModelOptSolver:
         quantized_sites = [s for s in sites if any(self._format_of(m) for m in s.modules)]
         if not quantized_sites:
             return QParams()
-        gc.collect()  # ModelOpt's modules refer to themselves, so those of the last unit remain
         stage = self._stage
         owners = {site.name: i % stage.size for i, site in enumerate(quantized_sites)}
         own_sites = quantized_sites[stage.rank :: stage.size]
-        modules = {
+        modules: dict[str, nn.Module] = {
             m: self._make_module(site, m, weights, decoder.dtype)
             for site in own_sites
             for m in site.modules
@@ -123,10 +121,14 @@ class ModelOptSolver:
             route_all=self._route_all,
         )
         rounds = _SharedPasses(self._ranks, self._groups, lambda: run_pass(recorder))
-        if modules:
-            self._quantize(modules, rounds)
-        rounds.finish()
-        return self._share(self._read(modules, own_sites))
+        try:
+            if modules:
+                self._quantize(modules, rounds)
+            rounds.finish()
+            part = self._read(modules, own_sites)
+        finally:
+            _dissolve(modules)
+        return self._share(part)
 
     def _format_of(self, module: str) -> Any:
         decision = self._decisions.get(module)
@@ -179,6 +181,16 @@ class ModelOptSolver:
                 raise error
             out.update(qparams)
         return out
+
+
+def _dissolve(modules: dict[str, nn.Module]) -> None:
+    """Take all tensors away from modules that nobody uses any more. ModelOpt's refer to each other,
+    so their weights would stay in memory until Python looks for such cycles, which takes longer
+    than to quantize a small layer.
+    """
+    for module in [m for top in modules.values() for m in top.modules()]:
+        module.__dict__.clear()
+    modules.clear()
 
 
 class _SharedPasses:

@@ -22,6 +22,7 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import CheckpointError, FormatError, MegtoolError
 from megtool.model.decoder import Decoder
+from megtool.model.fully_shard import sharded_modules
 from megtool.model.unpacked_forward import made_weights
 from megtool.train.checkpointing.added_files import SaverWithFiles
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
@@ -217,15 +218,16 @@ class FrozenModelFeature(TrainingFeature, ABC):
 class FrozenModelSaver(SaverWithFiles):
     """Saves merged weights with `saver`, and adds the files of a feature.
 
-    `saver` has the optimizer format `none`. Merged weights are computed and copied to host memory
-    in parts: the device never holds all of them. Where weights are kept packed, they are written
-    one by one while training waits, and the host does not hold them either.
+    `saver` has the optimizer format `none`. Merged weights are computed one by one: the device never
+    holds all of them. While training waits, as it does where weights are kept packed, they are
+    written one by one, too; otherwise, and where ranks have shards, they are copied to host memory.
     """
 
     def __init__(self, saver: CheckpointSaver, feature: FrozenModelFeature) -> None:
         super().__init__(saver)
         self._feature = feature
         self._is_packed = any(made_weights(stage) for stage in feature.stages)
+        self._is_sharded = bool(sharded_modules(feature.stages))
 
     def prepare(
         self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
@@ -260,7 +262,7 @@ class FrozenModelSaver(SaverWithFiles):
             self._stages(),
             None,
             replace(metadata, files=files),
-            asynchronous=not self._is_packed,
+            asynchronous=(asynchronous or self._is_sharded) and not self._is_packed,
         )
         if not asynchronous:
             self._saver.finish()

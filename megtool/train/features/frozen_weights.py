@@ -41,9 +41,12 @@ class MergedStage:
 
     @property
     def computed(self) -> Mapping[str, Callable[[], Tensor]]:
-        """The weights that the stage keeps packed, with adapters merged."""
-        tensors = self._makers(keep_vars=True)
-        return {name: tensors[name] for name in made_weights(self._decoder)}
+        """The weights that no module has as they are saved: packed ones, and those with adapters
+        merged, where ranks have no shards of them."""
+        tensors, held = self._makers(keep_vars=True), self._decoder.state_dict(keep_vars=True)
+        names = {f"{name}.weight" for name, _, _ in adapters_of(self._decoder)}
+        names = {n for n in names if not (n in held and is_sharded(held[n]))}
+        return {name: tensors[name] for name in {*made_weights(self._decoder), *names}}
 
     def state_dict(self, *, keep_vars: bool = False) -> Mapping[str, Tensor]:
         """Parameters under the names of a model without adapters, merged when they are read."""

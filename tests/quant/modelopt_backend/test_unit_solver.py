@@ -396,7 +396,8 @@ def test_a_unit_leaves_memory_before_the_next(
         nonlocal units
         assert not [name() for name in earlier if name() is not None]
         quantize(solver, modules, rounds)
-        earlier.extend(weakref.ref(m) for m in modules.values())
+        tensors = (p for m in modules.values() for p in (*m.parameters(), *m.buffers()))
+        earlier.extend(weakref.ref(p) for p in tensors)
         units += 1
 
     monkeypatch.setattr(ModelOptSolver, "_quantize", quantize_unit)
