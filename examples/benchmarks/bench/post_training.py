@@ -168,18 +168,12 @@ def peer_quantize_folder(options: Options, phase: Phases) -> Options:
 
 def finetune(options: Options, phase: Phases) -> Options:
     """Some steps of megtool's training, and what they leave."""
+    import megtool.converters.llama
     import torch
 
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure
-    import matplotlib.ticker
-    import numpy.random
-
     import megtool.commands.finetune
-    import megtool.converters.llama
     import megtool.optim.distributed
     import megtool.optim.replicated
-    import megtool.reshard.fp8_state.transfer
     import megtool.reshard.writers.torch_dist
     import megtool.train.checkpointing.resume_point
     import megtool.train.loss_plot

@@ -65,8 +65,8 @@ def llama(
 
     Below 1 GiB its dimensions are smaller, so that it has layers still, an even number of them,
     unless `shape` gives them. `only` keeps the tensors whose names hold one of these; with `sparse`
-    all data are holes; with `finite` they are bfloat16 numbers that a model can compute with, others
-    for another `seed`.
+    all data are holes; with `finite` they are bfloat16 numbers that a model can compute with, drawn
+    by `seed`.
     """
     if shape is None:
         shape = LARGE if gib >= 1 else SMALL

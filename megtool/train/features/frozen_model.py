@@ -218,9 +218,9 @@ class FrozenModelFeature(TrainingFeature, ABC):
 class FrozenModelSaver(SaverWithFiles):
     """Saves merged weights with `saver`, and adds the files of a feature.
 
-    `saver` has the optimizer format `none`. Merged weights are computed one by one: the device never
-    holds all of them. While training waits, as it does where weights are kept packed, they are
-    written one by one, too; otherwise, and where ranks have shards, they are copied to host memory.
+    `saver` has the optimizer format `none`. Merged weights are computed one by one: the device
+    never holds all of them. While training waits, as it does where weights are kept packed, they
+    are written one by one, too; otherwise, and where ranks have shards, the host has a copy.
     """
 
     def __init__(self, saver: CheckpointSaver, feature: FrozenModelFeature) -> None:

@@ -43,9 +43,9 @@ class MergedStage:
     def computed(self) -> Mapping[str, Callable[[], Tensor]]:
         """The weights that no module has as they are saved: packed ones, and those with adapters
         merged, where ranks have no shards of them."""
-        tensors, held = self._makers(keep_vars=True), self._decoder.state_dict(keep_vars=True)
+        tensors, weights = self._makers(keep_vars=True), self._decoder.state_dict(keep_vars=True)
         names = {f"{name}.weight" for name, _, _ in adapters_of(self._decoder)}
-        names = {n for n in names if not (n in held and is_sharded(held[n]))}
+        names = {n for n in names if not (n in weights and is_sharded(weights[n]))}
         return {name: tensors[name] for name in {*made_weights(self._decoder), *names}}
 
     def state_dict(self, *, keep_vars: bool = False) -> Mapping[str, Tensor]:
