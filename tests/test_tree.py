@@ -157,7 +157,7 @@ ALLOWED_LONG_LISTS = {
     "megtool/kernels/lm_head.py: _fold": _KERNEL,
     "megtool/kernels/token_statistics.py: token_log_probs": _KERNEL,
     "megtool/number_formats/encode.py: encode": _KERNEL,
-    "megtool/train/features/distillation.py: forward": _KERNEL,
+    "megtool/train/features/logits_divergence.py: forward": _KERNEL,
 }
 """`path: function` of those that may have more, with the reason."""
 
