@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megtool.access.checkpoint import AdapterLocations
 from megtool.access.installed import Installed
 from megtool.access.megatron_common import load_common_state
 from megtool.access.megatron_faults import world_size
@@ -45,6 +46,7 @@ def load(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    adapter: AdapterLocations = (),
 ) -> Any:
     """`megatron.core.dist_checkpointing.load` from a checkpoint of any format and layout.
 
@@ -61,6 +63,7 @@ def load(
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
         iteration: Which iteration of a save folder; by default the latest.
+        adapter: The folder of an adapter (LoRA), or several, to merge into the weights.
 
     Returns:
         The state dict with values in place of shards; with core's `return_...` also the names of
@@ -69,6 +72,7 @@ def load(
     Raises:
         MappingError: tensors are missing or have other shapes: all of all ranks are named.
         CheckpointError: it cannot be opened or read.
+        UsageError: optimizer state is asked for, which belongs to the weights without the adapter.
     """
     mapping, validation = core_module(".mapping"), core_module(".validation")
     utils, dicts = core_module(".utils"), core_module(".dict_utils")
@@ -79,7 +83,9 @@ def load(
     if validate_access_integrity and world_size() > 1:
         validation.validate_sharding_integrity(validation.determine_global_metadata(shards)[1])
     has_states = any(is_optimizer_state(s.key) for s in dicts.nested_values(shards))
-    strategy = LoadStrategy(location, family=family, like=like, iteration=iteration)
+    strategy = LoadStrategy(
+        location, family=family, like=like, iteration=iteration, adapter=adapter
+    )
     source = strategy.open(location, optimizer=has_states)
     shards, lacking, unused = strategy.check(source, shards, strict)
     state = load_common_state(source, _sharding_type(plain))

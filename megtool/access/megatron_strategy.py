@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megtool.access.checkpoint import open_checkpoint
+from megtool.access.checkpoint import AdapterLocations, open_checkpoint
 from megtool.access.fit import FILLED_IN_PART
 from megtool.access.live_objects import live_value
 from megtool.access.megatron_common import current_layout, stacked_names
@@ -30,7 +30,7 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import is_vocabulary, split_state
 from megtool.convert.rank_tensors import LocalTensor, whole_tensor
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import MappingError, MegtoolError, MissingPackageError, listed
+from megtool.errors import MappingError, MegtoolError, MissingPackageError, UsageError, listed
 from megtool.reshard.megatron.checkpoint_objects import plan_objects
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
@@ -67,13 +67,14 @@ class LoadStrategy:
         family: str | None = None,
         like: str | Path | None = None,
         iteration: int | str | None = None,
+        adapter: AdapterLocations = (),
         threads: int | None = None,
     ) -> None:
         base = getattr(core_module(".strategies.torch"), "LoadShardedStrategy", None)
         if base is not None:  # an abstract class, until core 0.16
             base.register(type(self))
         self._location, self._threads = location, threads
-        self._open = {"family": family, "like": like, "iteration": iteration}
+        self._open = {"family": family, "like": like, "iteration": iteration, "adapter": adapter}
         self._source: CheckpointSource | None = None
         self._keys: list[MegatronKeys] = []
         self._best: MegatronKeys | None = None
@@ -96,7 +97,13 @@ class LoadStrategy:
 
         Raises:
             CheckpointError: it cannot be opened.
+            UsageError: optimizer state is asked for, and an adapter changes the weights.
         """
+        if optimizer and self._open["adapter"]:
+            raise UsageError(
+                "the optimizer state of the source belongs to its weights without the adapter",
+                hint="load the model alone, or without an adapter",
+            )
         place = checkpoint_dir if self._location is None else self._location
         return open_checkpoint(
             to_location(place),

@@ -79,6 +79,20 @@ def collect_updates(merges: Sequence[AdapterMerge]) -> dict[str, tuple[WeightUpd
     return out
 
 
+def open_merges(paths: Sequence[Path], source: CheckpointSource) -> list[AdapterMerge]:
+    """The updates of several adapters, each given once; raises what `open_merge` does.
+
+    Raises:
+        UsageError: an adapter is given twice, and would be added twice.
+    """
+    if repeated := [path for path in paths if list(paths).count(path) > 1]:
+        raise UsageError(
+            f"the adapter {repeated[0]} is given twice, and would be added twice",
+            hint="give it once",
+        )
+    return [open_merge(path, source) for path in paths]
+
+
 def add_adapters(source: CheckpointSource, paths: Sequence[Path]) -> CheckpointSource:
     """The checkpoint as if adapters were merged into it: what is not quantized.
 
@@ -87,8 +101,9 @@ def add_adapters(source: CheckpointSource, paths: Sequence[Path]) -> CheckpointS
     Raises:
         FormatError: there is no adapter, or a damaged one.
         MappingError: an adapter does not fit the model, or weights cannot take its updates.
+        UsageError: an adapter is given twice.
     """
-    merges = [open_merge(path, source) for path in paths]
+    merges = open_merges(paths, source)
     for merge in merges:
         check_merge(source, merge)
     view = source.view

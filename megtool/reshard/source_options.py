@@ -13,7 +13,7 @@ from megtool.options.groups import SourceOptions
 from megtool.reshard.average import Average, check_same_model, parse_shares
 from megtool.reshard.layer_subset import without_excluded_mtp
 from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.merge import AdapterMerge, open_merge
+from megtool.reshard.merge import AdapterMerge, open_merges
 from megtool.reshard.open_source import NameFilter, TensorFilter, name_filter, open_source
 from megtool.reshard.source import CheckpointSource, ModelIdentity
 from megtool.reshard.width_subset import PRUNE_NOTHING, PruningOptions
@@ -88,8 +88,9 @@ class SelectionOptions(SourceOptions):
         Raises:
             FormatError: there is no adapter, or a damaged one.
             MappingError: an adapter does not fit the model.
+            UsageError: an adapter is given twice.
         """
-        return [open_merge(path, source) for path in self.adapters]
+        return open_merges(self.adapters, source)
 
     def _open(
         self,

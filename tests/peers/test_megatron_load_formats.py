@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megtool import reshard
 from megtool.errors import MappingError
 from tests.support.models import gguf_models
+from tests.support.models.adapted_models import ATTENTION, save_adapter
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.exports import export_gguf
 
@@ -64,6 +65,27 @@ def test_a_store_in_memory(tmp_path: Path) -> None:
         check(dist_checkpointing.load({"qkv": shard(name, 64, 32)}, place))
     strategy = megtool.megatron.LoadStrategy(place)
     check(strategy.load({"qkv": shard(name, 64, 32)}, tmp_path))
+
+
+def test_an_adapter_is_merged_into_what_is_loaded(tmp_path: Path) -> None:
+    """The bits of `reshard --adapter`; no optimizer state, and no adapter twice."""
+    import megtool
+    from megtool.errors import UsageError
+
+    hf, adapter = make_folder(tmp_path / "hf", num_hidden_layers=2), tmp_path / "adapter"
+    save_adapter(hf, adapter, target_modules=ATTENTION)
+    reshard(hf, tmp_path / "merged", adapter=[adapter], fsync=False)
+    want = megtool.open(tmp_path / "merged", framework="torch").as_("megatron")
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    out = megtool.megatron.load({"qkv": shard(name, 64, 32)}, hf, adapter=adapter)
+    assert torch.equal(out["qkv"], want[name].torch().float())
+    state = {"state": shard(f"optimizer.state.exp_avg.{name}", 64, 32)}
+    with pytest.raises(UsageError, match="without the adapter"):
+        megtool.megatron.load(state, hf, adapter=adapter)
+    with pytest.raises(UsageError, match="given twice"):
+        megtool.megatron.load({"qkv": shard(name, 64, 32)}, hf, adapter=[adapter, adapter])
+    with pytest.raises(UsageError, match="given twice"):
+        reshard(hf, tmp_path / "twice", adapter=[adapter, adapter], fsync=False)
 
 
 def own_tensors(view: Any) -> dict[str, Any]:
