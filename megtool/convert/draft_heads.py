@@ -7,6 +7,7 @@ Megatron (`midlayer.*`); engines load both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 _KINDS = {
@@ -19,6 +20,7 @@ _KINDS = {
 """Names of ModelOpt's exporters (`modelopt.torch.export`)."""
 _LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
 _MIDDLE, _FIRST = "midlayer.", "layers.0."
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _NUM_STATES = 3  # layers of the model that a head reads, unless its configuration lists them
 
 
@@ -37,15 +39,12 @@ def compare_head(
     """Compare tensors, by name and shape, with the EAGLE-3 head that a config.json describes.
 
     Returns names of missing tensors, names with the shape that they should have, and unknown names;
-    None for another head, or if a size is no number.
+    None for another head, or if `find_wrong_size` finds something.
     """
     head = find_draft_head(config)
-    if head is None or head[0] != _LLAMA_EAGLE3:
+    if head is None or head[0] != _LLAMA_EAGLE3 or find_wrong_size(config, len(shapes)):
         return None
-    try:
-        expected = dict(_expected(config))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return None
+    expected = dict(_expected(config))
     # A smaller vocabulary needs its table; the rest is the model's where a head has none.
     optional = {"t2d", "lm_head.weight", "embed_tokens.weight"}
     stored = {usual_name(name): name for name in shapes}
@@ -58,21 +57,53 @@ def compare_head(
     return missing, wrong, [name for n, name in stored.items() if n not in expected]
 
 
+def find_wrong_size(config: Mapping[str, Any], num_tensors: int) -> str | None:
+    """What is wrong with the sizes of an EAGLE-3 head that has so many tensors.
+
+    More layers than tensors are no head: nothing is listed, or allocated, for them.
+    """
+    section = config.get("eagle_config")
+    if section is not None and not isinstance(section, dict):
+        return f"eagle_config is {section!r:.80}"
+    listed = (section or {}).get(_LAYER_IDS)
+    if listed is not None and not isinstance(listed, list):
+        return f"{_LAYER_IDS} is {listed!r:.80}"
+    try:
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        vocabulary, layers = _size(config, "vocab_size"), _size(config, "num_hidden_layers")
+        _size(config, "intermediate_size")
+        _size(config, "head_dim", hidden // heads)
+        _size(config, "target_hidden_size", hidden)
+        groups = _size(config, "num_key_value_heads", heads)
+        own = _size(config, "draft_vocab_size", vocabulary)
+    except ValueError as e:
+        return str(e)
+    if layers > max(1, num_tensors):
+        return f"num_hidden_layers is {layers}, more than there are tensors ({num_tensors})"
+    if heads % groups:
+        return f"num_key_value_heads is {groups}, and does not divide {heads} heads"
+    if own > vocabulary:
+        return f"draft_vocab_size is {own}, and vocab_size is only {vocabulary}"
+    return None
+
+
 def usual_name(name: str) -> str:
     """The name in an export from Transformers."""
     return _FIRST + name.removeprefix(_MIDDLE) if name.startswith(_MIDDLE) else name
 
 
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    number = default if value is None else value
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{key} is {value!r:.80}" if value is not None else f"{key} is missing")
+    return number
+
+
 def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors of a head, by name, with their shapes."""
 
-    def size(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        number = default if value is None else value
-        if type(number) is not int or number < 1:
-            raise ValueError(key)
-        return number
-
+    size = partial(_size, config)
     hidden, heads, vocabulary = (
         size(key) for key in ("hidden_size", "num_attention_heads", "vocab_size")
     )
@@ -80,9 +111,8 @@ def _expected(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
     rows = {"q": heads * per_head, "k": size("num_key_value_heads", heads) * per_head}
     rows["v"] = rows["k"]
     inner, own = size("intermediate_size"), size("draft_vocab_size", vocabulary)
-    section = config.get("eagle_config")
-    listed = section.get("eagle_aux_hidden_state_layer_ids") if isinstance(section, dict) else None
-    num_states = len(listed) if isinstance(listed, list) and listed else _NUM_STATES
+    listed = (config.get("eagle_config") or {}).get(_LAYER_IDS)
+    num_states = len(listed) if listed else _NUM_STATES
     yield "fc.weight", (hidden, num_states * size("target_hidden_size", hidden))
     for layer in range(size("num_hidden_layers")):
         prefix = f"layers.{layer}."

@@ -16,15 +16,23 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.memory import as_torch
 from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
-from megtool.convert.draft_heads import compare_head, find_draft_head, usual_name
+from megtool.convert.draft_heads import (
+    compare_head,
+    find_draft_head,
+    find_wrong_size,
+    usual_name,
+)
 from megtool.convert.families import family
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.model.draft_head import DraftHead
+from megtool.model.rotary import Rotary
 from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
 
 DEFAULT_DRAFTS = 3
 _MOST_DRAFTS = 32
+_FLOATS = ("float32", "bfloat16", "float16")
+_INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +56,10 @@ class DraftHeadFiles:
         """Read the headers of a head for a model; `num_drafts` is 3 where nothing is said.
 
         Raises:
-            FormatError: there is no checkpoint, or no EAGLE-3 head in it, or a tensor does not fit.
-            MappingError: tensors are missing, the head is of another model, or the model can have
-                none.
+            FormatError: there is no checkpoint, or no EAGLE-3 head in it, or config.json has
+                impossible sizes, or a tensor does not fit, or is quantized.
+            MappingError: tensors are missing, the head is of another model or has settings that no
+                Llama has, or the model can have none.
             UsageError: the number of drafts is impossible.
         """
         catalogue = open_checkpoint(path)
@@ -60,15 +69,30 @@ class DraftHeadFiles:
         shapes = {t.name: tuple(t.shape) for t in catalogue.tensors}
         compared = compare_head(stored, shapes)
         if kind is None or compared is None:
-            what = "no draft head" if kind is None else f"a draft head of another kind ({kind[1]})"
+            wrong = find_wrong_size(stored, len(shapes)) if kind and kind[1] == "EAGLE-3" else None
+            if wrong is not None:
+                raise FormatError(
+                    f"--speculative: in config.json {wrong}",
+                    file=path,
+                    hint="copy the head again, with the config.json that was exported with it",
+                )
+            what = "no draft head" if kind is None else f"a draft head of another kind ({kind[0]})"
             raise FormatError(
                 f"--speculative: the folder holds {what}",
                 file=path,
                 hint="`finetune --eagle` writes EAGLE-3 heads: DST/iter_*/eagle",
             )
         _check_tensors(path, *compared)
+        _check_dtypes(path, stored, catalogue)
         _check_model(path, stored, model)
         names = {usual_name(name): name for name in shapes}
+        if len(names) < len(shapes):
+            raise FormatError(
+                "tensors are stored twice, as `layers.0` and as `midlayer`",
+                file=path,
+                tensor=next(name for name in shapes if name not in names.values()),
+                hint="keep those of one export",
+            )
         layers = _read_layers(stored, model, path)
         width = shapes[names["fc.weight"]][1]
         if width != len(layers) * model.hidden_size:
@@ -92,10 +116,10 @@ class DraftHeadFiles:
         return cls(
             path=path,
             catalogue=catalogue,
-            config=family("llama").read_config(_llama_config(stored)),
+            config=_read_llama_config(path, stored),
             layers=layers,
             names=names,
-            norm_before_residual=stored.get("norm_before_residual") is True,
+            norm_before_residual=_read_flag(path, stored, "norm_before_residual"),
             num_drafts=num_drafts or DEFAULT_DRAFTS,
         )
 
@@ -180,6 +204,43 @@ def _check_tensors(
         )
 
 
+def _check_dtypes(path: Path, stored: Mapping[str, Any], catalogue: Catalogue) -> None:
+    """Check that weights are floating point as they are stored, and numbers of tokens integers.
+
+    Raises:
+        FormatError: the head is quantized, or a tensor has another dtype.
+    """
+    if stored.get("quantization_config") is not None:
+        raise FormatError(
+            "the head is quantized (quantization_config in config.json)",
+            file=path,
+            hint="give the head from before it was quantized, in float32, bfloat16 or float16",
+        )
+    for tensor in catalogue.tensors:
+        allowed = {"d2t": _INTEGERS, "t2d": None}.get(tensor.name, _FLOATS)
+        if allowed is not None and tensor.dtype.name not in allowed:
+            raise FormatError(
+                f"the tensor has the dtype {tensor.dtype.name}",
+                file=path,
+                tensor=tensor.name,
+                hint=f"a head has {', '.join(allowed)} there",
+            )
+
+
+def _read_flag(path: Path, section: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A setting that is true or false.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    value = section.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise FormatError(
+            f"{name} is {value!r:.80} in config.json", file=path, hint="true or false"
+        )
+    return default if value is None else value
+
+
 def _check_model(path: Path, stored: Mapping[str, Any], model: ModelConfig) -> None:
     """Check that a head is of a model of these sizes.
 
@@ -202,25 +263,64 @@ def _check_model(path: Path, stored: Mapping[str, Any], model: ModelConfig) -> N
 
 
 def _read_layers(stored: Mapping[str, Any], model: ModelConfig, path: Path) -> tuple[int, ...]:
-    """The layers whose outputs the head reads, from 0 on.
+    """The layers whose outputs the head reads, from 0 on, ascending as ModelOpt and engines read
+    them, in whatever order they are listed.
 
     Where config.json names none they are those of EAGLE-3's authors. Some heads number the layer
     that comes after such an output: the same three layers are then [2, n / 2, n - 3], as engines
     count them (sgl-project/sglang#25454).
+
+    Raises:
+        FormatError: a layer is listed twice.
+        MappingError: the model has no such layer, or the head reads none.
     """
     total = model.num_layers
-    usual = sorted({1, max(0, total // 2 - 1), max(0, total - 4)})
-    section = stored.get("eagle_config")
-    listed = section.get("eagle_aux_hidden_state_layer_ids") if isinstance(section, dict) else None
+    usual = sorted({min(1, total - 1), max(0, total // 2 - 1), max(0, total - 4)})
+    section = stored.get("eagle_config") or {}
+    if not _read_flag(path, section, "use_aux_hidden_state", default=True):
+        raise MappingError(
+            "the head reads no states of layers (use_aux_hidden_state is false in config.json)",
+            file=path,
+            hint="give a head that `finetune --eagle` wrote, or --speculative none",
+        )
+    listed = section.get("eagle_aux_hidden_state_layer_ids")
     if not listed or listed == [2, total // 2, total - 3]:
         return tuple(usual)
     if not all(type(n) is int and 0 <= n < total for n in listed):
         raise MappingError(
-            f"the head reads layers {listed}, and the model has {total}",
+            f"the head reads layers {str(listed)[:80]}, and the model has {total}",
             file=path,
             hint="give the model that the head was trained beside",
         )
-    return tuple(listed)
+    if len(set(listed)) < len(listed):
+        raise FormatError(
+            f"eagle_aux_hidden_state_layer_ids is {str(listed)[:80]} in config.json",
+            file=path,
+            hint="every layer once",
+        )
+    return tuple(sorted(listed))
+
+
+def _read_llama_config(path: Path, stored: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a Llama with the head's layers, whose rotary embedding can be computed.
+
+    Raises:
+        MappingError: a setting is impossible, or no Llama's.
+    """
+    try:
+        config = family("llama").read_config(_llama_config(stored))
+        Rotary(config)
+    except MappingError as e:
+        problem, hint = e.message, e.hint
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        problem, hint = str(e), None
+    else:
+        return config
+    raise MappingError(
+        f"the head's config.json cannot be used: {problem}",
+        file=path,
+        hint=hint or "copy the head again, with the config.json that was exported with it",
+    )
 
 
 def _llama_config(stored: Mapping[str, Any]) -> dict[str, Any]:

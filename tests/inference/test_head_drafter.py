@@ -184,6 +184,16 @@ def test_megatrons_names_and_the_layers_that_engines_count(
     assert meters[0].accepted == meters[1].accepted
 
 
+def test_layers_are_read_ascending_in_whatever_order_they_are_listed(
+    head: Path, forward: Forward, tmp_path: Path
+) -> None:
+    shutil.copytree(head, tmp_path / "eagle")
+    config = json.loads((head / "config.json").read_bytes())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [4, 1, 3]
+    (tmp_path / "eagle/config.json").write_text(json.dumps(config))
+    assert DraftHeadFiles.open(tmp_path / "eagle", forward.config).layers == (1, 3, 4)
+
+
 def test_other_folders_and_damaged_heads_are_refused(
     llama: Path, head: Path, forward: Forward, tmp_path: Path
 ) -> None:
@@ -211,6 +221,37 @@ def test_other_folders_and_damaged_heads_are_refused(
         open_changed("vocabulary", {"t2d": None}, vocab_size=config.vocab_size + 1)
     with raises(MappingError, "no output layer", tensor="lm_head.weight"):
         open_changed("output", {"lm_head.weight": None})
+    section = stored["eagle_config"]
+    for n, (setting, value, words) in enumerate(
+        (
+            ("num_hidden_layers", 10**9, "more than there are tensors"),
+            ("vocab_size", "101", "vocab_size is '101'"),
+            ("head_dim", 0, "head_dim is 0"),
+            ("num_key_value_heads", 3, "does not divide"),
+            ("draft_vocab_size", 200, "draft_vocab_size is 200"),
+            ("eagle_config", [1], "eagle_config is [1]"),
+            ("eagle_config", {"eagle_aux_hidden_state_layer_ids": 5}, "layer_ids is 5"),
+            ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}, "layer_ids is"),
+            ("eagle_config", section | {"use_aux_hidden_state": False}, "no states of layers"),
+            ("norm_before_residual", "yes", "norm_before_residual is 'yes'"),
+            ("quantization_config", {"quant_method": "modelopt"}, "quantized"),
+            ("rope_scaling", "yarn", "config.json cannot be used"),
+            ("rope_scaling", {"rope_type": "yarn"}, "lacks 'factor'"),
+        )
+    ):
+        with raises((FormatError, MappingError), words, str(tmp_path / f"setting{n}")):
+            open_changed(f"setting{n}", {}, **{setting: value})
+    for n, (name, tensor) in enumerate(
+        (
+            ("d2t", tensors["d2t"].float()),
+            ("fc.weight", tensors["fc.weight"].to(torch.int8)),
+            ("fc.weight", tensors["fc.weight"].to(torch.float8_e4m3fn)),
+        )
+    ):
+        with raises(FormatError, "dtype", tensor=name):
+            open_changed(f"dtype{n}", {name: tensor})
+    with raises(FormatError, "stored twice"):
+        open_changed("twice", {"midlayer.hidden_norm.weight": tensors["norm.weight"].clone()})
     nothing = torch.full_like(tensors["norm.weight"], torch.nan)
     beyond = torch.full_like(tensors["d2t"], 1 << 40)
     for name, value, words in (
