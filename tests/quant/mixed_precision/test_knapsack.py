@@ -99,14 +99,14 @@ def test_points_of_the_curve_are_the_best_of_their_size(
 def test_a_large_model_is_decided_exactly_and_soon() -> None:
     items = like_a_model(64)
     whole, least = sum(i.options[-1].num_bytes for i in items), smallest(items)
-    begin = time.perf_counter()
+    begin = time.process_time()
     losses = []
     for share in (0.01, 0.2, 0.5, 0.9):
         found = select(items, int(least + share * (whole - least)))
         assert found.bound == found.loss, "proved"
         losses.append(found.loss)
     assert losses == sorted(losses, reverse=True)
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_few_states_give_a_choice_near_the_best_and_say_so() -> None:

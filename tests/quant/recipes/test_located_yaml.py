@@ -53,8 +53,8 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_refused(text: str, told: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(RecipeError) as caught:
         one(text)
     assert told in str(caught.value)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
