@@ -158,8 +158,10 @@ class DraftHeadFiles:
                     weight = torch.cat(tensors)
                 owner = head.get_submodule(module)
                 setattr(owner, name, nn.Parameter(weight.to(device, dtype), requires_grad=False))
-            for name in ("lm_head", "embedding"):
-                stored = {"lm_head": "lm_head.weight", "embedding": "embed_tokens.weight"}[name]
+            for name, stored in (
+                ("lm_head", "lm_head.weight"),
+                ("embedding", "embed_tokens.weight"),
+            ):
                 if stored in self.names:
                     setattr(head, name, read(stored).to(device, dtype))
             if "d2t" in self.names and head.lm_head is not None:
@@ -308,7 +310,8 @@ def _read_llama_config(path: Path, stored: Mapping[str, Any]) -> ModelConfig:
         MappingError: a setting is impossible, or no Llama's.
     """
     try:
-        config = family("llama").read_config(_llama_config(stored))
+        own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        config = family("llama").read_config({**stored, **own, "tie_word_embeddings": False})
         Rotary(config)
     except MappingError as e:
         problem, hint = e.message, e.hint
@@ -321,16 +324,6 @@ def _read_llama_config(path: Path, stored: Mapping[str, Any]) -> ModelConfig:
         file=path,
         hint=hint or "copy the head again, with the config.json that was exported with it",
     )
-
-
-def _llama_config(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a Llama with the head's layers."""
-    plain = {name: value for name, value in stored.items() if name != "quantization_config"}
-    return plain | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "tie_word_embeddings": False,
-    }
 
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megtool.inference.batching import Running
+from megtool.inference.forward import Forward
 from megtool.inference.sampling import Sampling, draw, probabilities
 from megtool.model.batch import Batch
 from megtool.model.paged_cache import PagedCache
@@ -32,12 +33,17 @@ class DraftRow:
     @property
     def number(self) -> int:
         """The number of its request."""
-        return self.running.request.number
+        return self.running.number
 
     @property
     def sampling(self) -> Sampling:
         """How its tokens are chosen."""
         return self.running.request.text.sampling
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there was a step before, and so all but the newest tokens are read."""
+        return len(self.running.tokens) > 1
 
     @property
     def num_wanted(self) -> int:
@@ -68,7 +74,8 @@ class Drafter(Protocol):
         """Keep what `read_pass` gave for the next tokens of a sequence, which are certain."""
 
     def draft(self, rows: Sequence[DraftRow]) -> None:
-        """Set the drafts of rows; as many as may still follow, less the token after them."""
+        """Add drafts to rows that have none; as many as may still follow, less the token after
+        them."""
 
     def leave(self, number: int) -> None:
         """Forget a sequence."""
@@ -107,3 +114,9 @@ def propose(rows: Sequence[DraftRow], logits_BV: Tensor) -> Tensor:
         row.probs.append(probs_V)
         drafts.append(draw(probs_V, row.running.generator))
     return torch.tensor(drafts, device=logits_BV.device)
+
+
+def add_drafts(forward: Forward, rows: Sequence[DraftRow], tokens_B: Tensor | None) -> None:
+    """Add a draft to each row: the tokens of the first rank that has some, on all ranks."""
+    for row, token in zip(rows, forward.agree(tokens_B, len(rows)).tolist(), strict=True):
+        row.drafts.append(token)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megtool.errors import LayoutError
 from megtool.inference.draft_head_files import DraftHeadFiles
-from megtool.inference.drafting import DraftRow, pad_rows, propose
+from megtool.inference.drafting import DraftRow, add_drafts, pad_rows, propose
 from megtool.inference.forward import Forward
 from megtool.inference.slots import BLOCK_SIZE
 from megtool.model.batch import Batch
@@ -82,17 +82,7 @@ class HeadDrafter:
         self._cache.release(number)
 
     def draft(self, rows: Sequence[DraftRow]) -> None:
-        """Draft one token after another; rows that have read nothing yet for themselves."""
-        lengths = self._cache.lengths
-        for part in (
-            [r for r in rows if lengths.get(r.number)],
-            [r for r in rows if not lengths.get(r.number)],
-        ):
-            self._draft(part)
-
-    def _draft(self, rows: Sequence[DraftRow]) -> None:
-        for row in rows:
-            row.drafts, row.probs = [], []
+        """Draft one token after another."""
         rows = [r for r in rows if r.num_wanted > 0]
         if not rows:
             return
@@ -101,11 +91,7 @@ class HeadDrafter:
         certain = {r.number: r.running.length - 1 for r in rows}
         last_BH = self._read(rows, tokens, states)
         while True:
-            tokens_B = self._propose(rows, last_BH)
-            for row, token in zip(
-                rows, self._forward.agree(tokens_B, len(rows)).tolist(), strict=True
-            ):
-                row.drafts.append(token)
+            add_drafts(self._forward, rows, self._propose(rows, last_BH))
             going = [
                 n for n, r in enumerate(rows) if len(r.drafts) < min(self.num_drafts, r.num_wanted)
             ]

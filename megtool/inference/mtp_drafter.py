@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.inference.drafting import DraftRow, pad_rows, propose
+from megtool.inference.drafting import DraftRow, add_drafts, pad_rows, propose
 from megtool.inference.forward import Forward
 from megtool.inference.slots import BLOCK_SIZE
 from megtool.model.paged_cache import PagedCache
@@ -104,15 +104,9 @@ class MtpDrafter:
             cache.release(number)
 
     def draft(self, rows: Sequence[DraftRow]) -> None:
-        """Draft by one layer after another; those that have read nothing yet for themselves."""
-        begun = [r for r in rows if self._sequences[r.number].starts[0]]
-        for part in (begun, [r for r in rows if not self._sequences[r.number].starts[0]]):
-            self._draft(part)
-
-    def _draft(self, rows: Sequence[DraftRow]) -> None:
+        """Draft by one layer after another."""
         inputs: dict[int, Tensor] = {}
         for row in rows:
-            row.drafts, row.probs = [], []
             sequence = self._sequences[row.number]
             if sequence.hidden is not None:
                 inputs[row.number], sequence.hidden = sequence.hidden, None
@@ -123,10 +117,8 @@ class MtpDrafter:
             tokens_B = None
             if self._caches:
                 tokens_B = self._propose(rows, self._read(depth, rows, inputs))
-            for row, token in zip(
-                rows, self._forward.agree(tokens_B, len(rows)).tolist(), strict=True
-            ):
-                row.drafts.append(token)
+            add_drafts(self._forward, rows, tokens_B)
+            for row in rows:
                 start = max(0, row.running.length - 1 - depth)
                 self._sequences[row.number].starts[depth] = start
 

@@ -128,12 +128,12 @@ class SpeculativeSlots:
             self._rows[running.number] = DraftRow(running=running)
             self.drafter.enter(running.number)
         prompts = [list(r.request.prompt) for r in rows]
-        states = self._read([r.request.number for r in rows], prompts)
+        states = self._read([r.number for r in rows], prompts)
         tokens_B = None
         if states is not None:
             x_BSH, read_BSC = states
             for n, running in enumerate(rows):
-                self.drafter.keep(running.request.number, read_BSC[n, : len(prompts[n])])
+                self.drafter.keep(running.number, read_BSC[n, : len(prompts[n])])
             last_BH = torch.stack([x_BSH[n, len(p) - 1] for n, p in enumerate(prompts)])
             tokens_B = choose_each(
                 self._forward.logits(last_BH),
@@ -144,8 +144,11 @@ class SpeculativeSlots:
 
     def step(self, rows: Sequence[Running]) -> list[list[ChosenToken]]:
         """Draft, and verify; the tokens that every running row has more."""
-        drafted = [self._rows[r.request.number] for r in rows]
-        self.drafter.draft(drafted)
+        drafted = [self._rows[r.number] for r in rows]
+        for row in drafted:
+            row.drafts, row.probs = [], []
+        for is_begun in (True, False):  # the others read whole prompts, which would pad these
+            self.drafter.draft([row for row in drafted if row.is_begun == is_begun])
         tokens = [[row.running.tokens[-1], *row.drafts] for row in drafted]
         states = self._read([row.number for row in drafted], tokens, revertible=True)
         width = self.drafter.num_drafts + 2

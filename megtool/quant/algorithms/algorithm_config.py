@@ -159,9 +159,6 @@ def resolve_algorithm(recipe: Recipe, format: RecipeFormat | None) -> AlgorithmC
     options = dict(recipe.algorithm) if name == recipe.method else {}
     if name == LSQ:  # until a model trains, its scales are those that training begins with
         options = first_scales(options)
-        name = options["method"]
-    if name == LSQ:  # until a model trains, its scales are those that training begins with
-        options = first_scales(options)
         name = str(options["method"])
     options.pop("method", None)
     if recipe.dialect != "megtool":

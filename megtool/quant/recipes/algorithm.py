@@ -16,7 +16,7 @@ from megtool.quant.recipes.formats import (
     packing_of,
 )
 from megtool.quant.recipes.learned_scales import METHOD as LSQ
-from megtool.quant.recipes.learned_scales import has_learnable_scales, ties_what_differs
+from megtool.quant.recipes.learned_scales import check_tied, has_learnable_scales
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -162,10 +162,8 @@ def read_algorithm(
             message = f"{option} does nothing: no format has weights in {numbers}"
             problems.add(lines[option], message, "leave it out")
     _check_learned(method, algorithm, lines, formats, problems)
-    if method == LSQ and ties_what_differs(algorithm):
-        message = "tied_amax true, and one of pre and post alone is learnable"
-        hint = "learnable_amax: [pre, post], or tied_amax: false"
-        problems.add(lines.get("tied_amax", lines["method"]), message, hint)
+    if method == LSQ:
+        check_tied(algorithm, lines.get("tied_amax", lines["method"]), problems)
     if algorithm.get("cast") is True and any(algorithm.get(o) is True for o in _FP4_SCALES):
         problems.add(lines["cast"], "cast leaves no scale to search", "take one of them")
     _check_use(method, formats, lines["method"], problems)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.quant.recipes.formats import RecipeFormat, packing_of
+from megtool.quant.recipes.rules import RecipeProblems
 
 METHOD = "lsq"
 SIDES = ("pre", "post")
@@ -49,10 +50,15 @@ def list_sides(value: Any) -> list[Any]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def ties_what_differs(algorithm: Mapping[str, Any]) -> bool:
-    """Whether pre and post are one, and one of them alone is trained."""
+def check_tied(algorithm: Mapping[str, Any], line: int, problems: RecipeProblems) -> None:
+    """Add it to the problems if pre and post are one, and one of them alone is trained."""
     sides = set(list_sides(algorithm.get("learnable_amax", ["post"])))
-    return bool(algorithm.get("tied_amax")) and sides not in (set(), set(SIDES))
+    if algorithm.get("tied_amax") and sides not in (set(), set(SIDES)):
+        problems.add(
+            line,
+            "tied_amax true, and one of pre and post alone is learnable",
+            "learnable_amax: [pre, post], or tied_amax: false",
+        )
 
 
 def first_scales(algorithm: Mapping[str, Any]) -> dict[str, Any]:

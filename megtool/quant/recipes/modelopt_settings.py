@@ -11,7 +11,7 @@ from typing import Any
 
 from megtool.quant.recipes.algorithm import AlgorithmOption
 from megtool.quant.recipes.formats import BlockScales
-from megtool.quant.recipes.learned_scales import SIDES, list_sides, ties_what_differs
+from megtool.quant.recipes.learned_scales import SIDES, check_tied, list_sides
 from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.rules import RecipeProblems
@@ -293,11 +293,8 @@ def read_method(node: Node | None, problems: RecipeProblems, notes: list[str]) -
         elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
             searched.append(key)
     options = dict(node.plain()) | {"method": method}
-    if method == "lsq" and ties_what_differs(options):
-        line = (node.keys or {}).get("tied_amax", node.line)
-        message = "tied_amax true, and one of pre and post alone is learnable"
-        problems.add(line, message, "learnable_amax: [pre, post], or tied_amax: false")
     if method == "lsq":
+        check_tied(options, (node.keys or {}).get("tied_amax", node.line), problems)
         notes.append(
             "lsq learns scales while a model trains: finetune --qat does; quantize alone gives "
             "those of its scale_algorithm"

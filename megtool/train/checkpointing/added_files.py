@@ -5,10 +5,21 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.location import is_remote, location
 from megtool.train.checkpointing.protocol import CheckpointSaver
+from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.staged_iteration import STAGING
+
+
+def find_iteration(checkpoint: Path, name: str) -> Path:
+    """The iteration's folder in which a feature saved `name`: `checkpoint` itself, or the newest
+    one of a save folder."""
+    if (checkpoint / name).exists():
+        return checkpoint
+    newest = find_newest_iteration(checkpoint)
+    return checkpoint if newest is None else checkpoint / folder_name(newest)
 
 
 class SaverWithFiles:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.errors import CheckpointError
+from megtool.errors import CheckpointError, MegtoolError
 from megtool.model.decoder import Decoder
 from megtool.model.lora import Adapter, ExpertAdapter, adapters_of
 from megtool.model_config import ModelConfig
@@ -234,3 +234,10 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
     return values
+
+
+def raise_on_all(error: MegtoolError | None, group: Group) -> None:
+    """Raise the error of the first rank that has one, on all ranks; every rank calls it."""
+    for rank_error in all_gather_objects(error, group):
+        if rank_error is not None:
+            raise rank_error

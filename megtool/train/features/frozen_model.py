@@ -24,13 +24,12 @@ from megtool.errors import CheckpointError, FormatError, MegtoolError
 from megtool.model.decoder import Decoder
 from megtool.model.fully_shard import sharded_modules
 from megtool.model.unpacked_forward import made_weights
-from megtool.train.checkpointing.added_files import SaverWithFiles
+from megtool.train.checkpointing.added_files import SaverWithFiles, find_iteration
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
-from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
 from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
-from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
+from megtool.train.features.adapter_tensors import AdapterViews, raise_on_all
 from megtool.train.features.frozen_weights import MergedStage, fingerprint_frozen_weights
 from megtool.train.features.protocol import TrainingFeature
 
@@ -120,9 +119,7 @@ class FrozenModelFeature(TrainingFeature, ABC):
                 error = e
         for _ in matrices:  # of other ranks, which must not wait if one fails
             pass
-        for rank_error in all_gather_objects(error, groups.world):
-            if rank_error is not None:
-                raise rank_error
+        raise_on_all(error, groups.world)
         return out
 
     def _iterate_matrices(
@@ -138,12 +135,7 @@ class FrozenModelFeature(TrainingFeature, ABC):
     def restore(self, checkpoint: Path, optimizer: Optimizer) -> TrainState:
         """Restore parameters and optimizer from an iteration's folder, or the newest one in a save
         folder; see `resume`."""
-        if (
-            not (checkpoint / self.folder).is_dir()
-            and (newest := find_newest_iteration(checkpoint)) is not None
-        ):
-            checkpoint = checkpoint / folder_name(newest)
-        return self.resume(checkpoint, optimizer)
+        return self.resume(find_iteration(checkpoint, self.folder), optimizer)
 
     def wrap_saver(self, saver: CheckpointSaver) -> CheckpointSaver:
         """A saver of the model and of what is trained."""

@@ -45,13 +45,12 @@ from megtool.quant.qparams import QParams
 from megtool.quant.recipes.formats import packing_of
 from megtool.quant.recipes.learned_scales import LearnedScales
 from megtool.quant.recipes.match import Decision
-from megtool.train.checkpointing.added_files import SaverWithFiles
+from megtool.train.checkpointing.added_files import SaverWithFiles, find_iteration
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata
-from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
 from megtool.train.config import TrainConfig
 from megtool.train.features.adapter_gather import WEIGHT
-from megtool.train.features.adapter_tensors import all_gather_objects
+from megtool.train.features.adapter_tensors import all_gather_objects, raise_on_all
 from megtool.train.features.frozen_weights import LazyTensors
 
 if TYPE_CHECKING:
@@ -304,7 +303,6 @@ class LearnedWeights:
         groups = self._groups
         for x in self.layers:
             local |= {f"{_TOP}:{m}": torch.tensor(self._tops[m]) for m in x.modules}
-        for x in self.layers:
             group = groups.expert_dp if x.is_expert else groups.replicas
             for side, amax in x.amaxes.items():
                 pieces_of_ranks = all_gather_objects(by_name.get(x.parameter_name(side), []), group)
@@ -352,9 +350,7 @@ class LearnedWeights:
             CheckpointError: it has none, or others.
             FormatError: the file is damaged.
         """
-        path = checkpoint / LEARNED_SCALES
-        if not path.exists() and (newest := find_newest_iteration(checkpoint)) is not None:
-            path = checkpoint / folder_name(newest) / LEARNED_SCALES
+        path = find_iteration(checkpoint, LEARNED_SCALES) / LEARNED_SCALES
         if not path.exists():
             raise CheckpointError(
                 "this iteration has no learned scales to resume",
@@ -493,9 +489,7 @@ class LearnedScalesSaver(SaverWithFiles):
                 files[LEARNED_SCALES] = spool
             except MegtoolError as e:
                 error = e
-        for rank_error in all_gather_objects(error, world):
-            if rank_error is not None:
-                raise rank_error
+        raise_on_all(error, world)
         return self._saver.save(
             iteration,
             self._stages(),

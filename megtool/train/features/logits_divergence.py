@@ -31,7 +31,7 @@ class LogitsHead:
     scale: float = 1.0
 
     def logits(self, x_TH: Tensor, num_columns: int) -> Tensor:
-        """The first `held` of this rank's columns, float32."""
+        """The first `num_columns` of this rank's columns, float32."""
         return bend(F.linear(x_TH, self.weight_VH[:num_columns]), self.softcap, self.scale)
 
 
@@ -51,7 +51,7 @@ def kl_divergence(
     Logits are made of both models' states for some tokens at a time (`chunk`), and gradients of the
     student's states and weight with them: logits are computed once, and those of all tokens never
     exist. With `group`, weights are this rank's rows of one padded vocabulary, of which the first
-    `held` are no padding, and x's gradient is this rank's part of a sum over the group.
+    `num_columns` are no padding, and x's gradient is this rank's part of a sum over the group.
     """
     out: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
         x_TH,

@@ -161,11 +161,7 @@ class QatFeature(TrainingFeature):
         moments."""
         if settings.qat is None:
             return {}
-        decisions, learned = _decide(settings, source), None
-        if not settings.keeps_quantizers:
-            learned = make_qat_request(
-                settings.qat, settings, source
-            ).resolved.recipe.learned_scales
+        decisions, learned = _decide(settings, source)
         modules = [d.module.name for d in decisions if d.format is not None]
         num_bytes = estimate_fake_quant_bytes(source.config, layout, dtype, modules)
         if learned is not None:
@@ -285,13 +281,16 @@ def _smooth_adapters(stages: Sequence[Decoder], weights: Mapping[str, WeightQPar
                 adapter.smoothing_scale = factors[..., 0, :].clone()
 
 
-def _decide(settings: TrainConfig, source: CheckpointSource) -> Sequence[Decision]:
-    """The decision about every module."""
+def _decide(
+    settings: TrainConfig, source: CheckpointSource
+) -> tuple[Sequence[Decision], LearnedScales | None]:
+    """The decision about every module, and the scales that are learned."""
     if settings.qat is None:
-        return ()
+        return (), None
     if settings.keeps_quantizers:
-        return read_quantizers(settings, source).decisions
-    return make_qat_request(settings.qat, settings, source).decisions
+        return read_quantizers(settings, source).decisions, None
+    request = make_qat_request(settings.qat, settings, source)
+    return request.decisions, request.resolved.recipe.learned_scales
 
 
 def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> QuantizedMegatronSource:
