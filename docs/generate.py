@@ -67,8 +67,8 @@ def python_api() -> str:
 
 def checkpoint_formats() -> str:
     """The formats of checkpoints: what they hold, and which command writes them."""
-    from megtool.checkpoint.formats import FORMATS
     from megtool.commands.options.export import ExportOptions
+    from megtool.formats import FORMATS
     from megtool.options.field import option_fields
 
     (to,) = [x for x in option_fields(ExportOptions) if x.name == "to"]
@@ -117,7 +117,7 @@ def algorithm_options() -> str:
 
 def families() -> str:
     """The model families."""
-    from megtool.convert.families import families
+    from megtool.convert.families.family import families
     from megtool.export.gguf.architectures import is_exported
 
     return table(
@@ -144,7 +144,7 @@ def unknown_families() -> str:
 
     They are those of the release that is tested with; beside another, the page stays as it is.
     """
-    from megtool.convert.families import families
+    from megtool.convert.families.family import families
 
     tested = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     if tested is None or version("transformers") != tested[1]:
@@ -249,7 +249,7 @@ def _sentence(text: str) -> str:
 def error_ids() -> str:
     """The id and the exit status of every error class, and the finer ids of it."""
     from megtool import errors
-    from megtool.quant.pipeline.write import VerificationError
+    from megtool.quantize.layout.write import VerificationError
 
     classes = [x for x in vars(errors).values() if inspect.isclass(x)]
     kinds = [x for x in classes if issubclass(x, errors.MegtoolError)]

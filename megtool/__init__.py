@@ -45,7 +45,7 @@ __all__ = [
 
 _ACCESS = {
     "Checkpoint": ("megtool.access.checkpoint", "Checkpoint"),
-    "Engine": ("megtool.inference.text_engine", "Engine"),
+    "Engine": ("megtool.inference.generation.text_engine", "Engine"),
     "load_state_dict": ("megtool.access.state_dict", "load_state_dict"),
     "open": ("megtool.access.checkpoint", "open_checkpoint"),
     "stream": ("megtool.access.checkpoint", "stream"),
@@ -67,7 +67,7 @@ class _Package(_ModuleType):
     `reshard`, `export`, `lint` and `audit` are verbs and packages. When a submodule is imported,
     the import system binds it to its parent (`megtool.reshard = <module>`), which would hide the
     verb. So a module never takes a verb's name here; `sys.modules`, by which `from
-    megtool.reshard.source import X` and `from megtool.reshard import source` find it, is not
+    megtool.source.checkpoint import X` and `from megtool.source import checkpoint` find it, is not
     concerned.
     """
 
@@ -77,7 +77,7 @@ class _Package(_ModuleType):
 
     def __getattr__(self, name: str) -> object:
         if name in _MODULES:
-            return _importlib.import_module(f"{__name__}.{name}")
+            return _importlib.import_module(f"{__name__}.frameworks.{name}")
         if name.startswith("_") or name not in __all__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name in _ACCESS:

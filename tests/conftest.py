@@ -7,12 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from megtool.plan import work_units
 from tests.support.audit import Audit
+from tests.support.checkpoints import raw_checkpoints
+from tests.support.runs.worker_runs import UNIT_BYTES
 from tests.support.stores import s3_servers
 from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.http_files import HttpFiles
@@ -166,3 +170,15 @@ def http_files_without_ranges(tmp_path: Path) -> Iterator[HttpFiles]:
     root.mkdir()
     with HttpFiles(root, has_ranges=False) as files:
         yield files
+
+
+@pytest.fixture(scope="session")
+def raw() -> ModuleType:
+    """Builders, writers and readers of raw checkpoints."""
+    return raw_checkpoints
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many units in few bytes."""
+    monkeypatch.setattr(work_units, "UNIT_BYTES", UNIT_BYTES)

@@ -69,8 +69,8 @@ def test_importing_the_package_is_cheap() -> None:
 def test_a_local_reshard_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     """Each takes milliseconds, of some 250 that a small reshard takes."""
     source = tiny_llama.save(tmp_path / "hf")
-    unused = ("numpy.ma", "torch", "rich", "obstore", "megtool.pages.write", "socket", "subprocess")
-    unused += ("megtool.checkpoint.store_stage", "megtool.number_formats.kquants")
+    unused = ("numpy.ma", "torch", "rich", "obstore", "megtool.report.html", "socket", "subprocess")
+    unused += ("megtool.staging.store.stage", "megtool.number_formats.kquants")
     run_python(
         "import sys, megtool\n"
         f"megtool.reshard({str(source)!r}, {str(tmp_path / 'out')!r}, to='torch_dist', pp=2)\n"

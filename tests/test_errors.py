@@ -16,7 +16,7 @@ from megtool import errors
 from megtool.cli.runner import CommandOutput, run
 from megtool.console import Progress
 from megtool.errors import ERROR_IDS, FormatError, MegtoolError, StorageError, UsageError
-from megtool.reports import Report
+from megtool.report.sections import Report
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, MegtoolError)]

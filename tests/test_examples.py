@@ -12,7 +12,7 @@ import pytest
 
 from megtool import reshard
 from megtool.commands.demo import demo_weights
-from megtool.config import ParallelConfig
+from megtool.options.layout import ParallelConfig
 from tests.support.checkpoints import trained
 from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.models import tiny_llama, tiny_text, tiny_tokenizer

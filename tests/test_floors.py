@@ -95,9 +95,9 @@ def test_every_import_goes_down(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "code", "fault"),
     [
-        ("tensors/box.py", "from megtool.checkpoint.plan import Plan", "from above"),
+        ("tensors/box.py", "from megtool.plan.copies import Plan", "from above"),
         ("tensors/box.py", "def f():\n    import megtool.cli.app", "from above"),
-        ("convert/family.py", "from megtool.model import lora", "neighbor"),
+        ("convert/family.py", "from megtool.model.stacks import lora", "neighbor"),
         ("tensors/box.py", "from megtool import number_formats", "neighbor"),
         ("tensors/box.py", "from . import placement", "relative"),
         ("config.py", "from megtool.tensors import box", "from above"),
@@ -122,8 +122,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, code: str, fault: st
 @pytest.mark.parametrize(
     ("file", "code"),
     [
-        ("checkpoint/formats/gguf.py", "from megtool.checkpoint.catalogue import Catalogue"),
-        ("checkpoint/plan.py", "import numpy\nfrom megtool.tensors.box import Boxes"),
+        ("formats/gguf/reader.py", "from megtool.tensors.catalogue import Catalogue"),
+        ("plan/copies.py", "import numpy\nfrom megtool.tensors.box import Boxes"),
         ("dtypes.py", "from megtool.errors import FormatError"),
         ("config.py", "from megtool.options.field import option"),
         ("lint/rules.py", "from megtool.quant.resolve import resolve_recipe"),

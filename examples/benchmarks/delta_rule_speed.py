@@ -19,7 +19,7 @@ import torch
 from bench.table import Table, parser, show, times
 from torch import Tensor
 
-from megtool.kernels.delta_rule import gated_delta_rule
+from megtool.kernels.recurrence.delta_rule import gated_delta_rule
 
 SIZE = 128  # of Qwen3-Next's keys and values
 HEADS = ((4, 8), (4, 4))  # of keys and of values: a quarter of Qwen3-Next's, and as many of both

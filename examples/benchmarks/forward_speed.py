@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from bench.table import Table, parser, show, times
 
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache
-from megtool.model.decoder import Decoder
+from megtool.model.cache.kv_cache import ContiguousCache
+from megtool.model.stacks.decoder import Decoder
 
 LEAST = 1.0
 SIZES = {

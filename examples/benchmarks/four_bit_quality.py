@@ -32,10 +32,10 @@ from bench.table import Table, parser, show, workplace
 from bench.text_loss import losses_of
 
 from megtool import quantize
-from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, read_samples
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.recipe import Recipe
-from megtool.reshard.open_source import open_decoder
+from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
+from megtool.source.open import open_decoder
 
 RECIPES = "mxfp4,mxfp4_gptq,nvfp4,nvfp4_gptq"
 AUTO_ROUND = "auto-round "

@@ -23,15 +23,15 @@ import torch
 from bench.table import Table, parser, show, times
 from torch import Tensor
 
-from megtool.kernels.activation import activate, gated
-from megtool.kernels.cross_entropy import cross_entropy
+from megtool.kernels.attention.softmax import masked_softmax
 from megtool.kernels.dispatch import use
-from megtool.kernels.dropout_add import bias_dropout_add
-from megtool.kernels.fp8 import cast_fp8
-from megtool.kernels.grouped_gemm import permute, unpermute
-from megtool.kernels.norm import add_rms_norm, layer_norm, rms_norm
-from megtool.kernels.rotary import rotate
-from megtool.kernels.softmax import masked_softmax
+from megtool.kernels.elementwise.activation import activate, gated
+from megtool.kernels.elementwise.dropout_add import bias_dropout_add
+from megtool.kernels.elementwise.norm import add_rms_norm, layer_norm, rms_norm
+from megtool.kernels.elementwise.rotary import rotate
+from megtool.kernels.experts.grouped_gemm import permute, unpermute
+from megtool.kernels.fp8.cast import cast_fp8
+from megtool.kernels.vocabulary.cross_entropy import cross_entropy
 
 # Fractions of the copy that Triton's kernels should reach on a GPU.
 TARGET = 0.8

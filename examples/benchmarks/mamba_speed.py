@@ -19,8 +19,8 @@ import torch
 from bench.table import Table, parser, show, times
 from torch import Tensor
 
-from megtool.kernels.causal_conv import causal_conv
-from megtool.kernels.ssd import ScanInputs, ssd_scan
+from megtool.kernels.recurrence.causal_conv import causal_conv
+from megtool.kernels.recurrence.ssd import ScanInputs, ssd_scan
 
 # Sizes of Nemotron-H 8B are 128 heads of 64 in 8 groups; these are a quarter of the heads.
 HEADS, SIZE, GROUPS, STATE, TAPS = 32, 64, 8, 128, 4

@@ -18,18 +18,18 @@ from pathlib import Path
 import numpy as np
 from bench.table import Table, parser, show, verdict
 
-from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.plan import PlanSource
-from megtool.checkpoint.plan_summary import summarize
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.transport.shard_locator import ShardLocator
-from megtool.checkpoint.transport.work_units import plan_units
-from megtool.checkpoint.workers.identity import WorkerIdentity
-from megtool.checkpoint.workers.plan_share import plan_share_units
 from megtool.dtypes import dtype
+from megtool.plan.copies import PlanSource
+from megtool.plan.planner import build_plan
+from megtool.plan.share import plan_share_units
+from megtool.plan.summary import summarize
+from megtool.plan.work_units import plan_units
+from megtool.process.worker_identity import WorkerIdentity
 from megtool.tensors.box import Boxes
+from megtool.tensors.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
+from megtool.transport.shard_locator import ShardLocator
 
 EXPERTS = 256
 SHAPES = {"gate": (3840, 7168), "up": (3840, 7168), "down": (7168, 3840)}

@@ -50,8 +50,8 @@ from megtool.convert.pruning_scores import (
     choose_parts,
     encode_scores,
 )
-from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, read_samples
-from megtool.reshard.open_source import open_decoder
+from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
+from megtool.source.open import open_decoder
 
 RANDOM, LAST, BEFORE_LAST = "random", "the last ones left out", "those before the last one left out"
 METHODS: Mapping[str, tuple[str, ...]] = {

@@ -26,18 +26,18 @@ from bench.table import Table, parser, show, workplace
 from megtool import quantize
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MegtoolError, MissingPackageError
-from megtool.inference.compare import differences
-from megtool.inference.evaluate import token_scores
-from megtool.inference.evaluation_texts import read_token_documents
+from megtool.inference.evaluation.compare import differences
+from megtool.inference.evaluation.perplexity import token_scores
+from megtool.inference.evaluation.texts import read_token_documents
 from megtool.inference.windows import IGNORED, batches
 from megtool.model.batch import Batch
-from megtool.quant.modelopt_backend.load_modelopt import import_modelopt, silence_output
-from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
-from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, read_samples
-from megtool.quant.pipeline.report import QuantizeReport
+from megtool.quant.modelopt.load import import_modelopt, silence_output
+from megtool.quant.modelopt.quantizer_config import build_modelopt_config
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
-from megtool.reshard.open_source import open_source
+from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
+from megtool.quantize.report import QuantizeReport
+from megtool.source.open import open_source
 
 WINDOW = 2048
 

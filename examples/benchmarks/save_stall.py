@@ -45,10 +45,10 @@ class Run:
         from megtool.optim.config import OptimizerConfig
         from megtool.optim.distributed import DistributedOptimizer
         from megtool.parallel.process_groups import ProcessGroups
-        from megtool.reshard.open_source import open_source
-        from megtool.train.build_model import load_for_training
+        from megtool.source.open import open_source
         from megtool.train.checkpointing.megatron_template import make_save_template
         from megtool.train.checkpointing.save import TorchDistSaver
+        from megtool.train.model.build import load_for_training
 
         if not dist.is_initialized():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -20,12 +20,12 @@ import torch
 from bench.table import Table, parser, show, times
 
 import megtool.data
-from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
-from megtool.inference.generate import DecodingOptions, Meter, generate
+from megtool.inference.generation.batching import GenerateRequest
+from megtool.inference.generation.generate import DecodingOptions, Meter, generate
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.spec.model_config import ModelConfig
 
 TEXT = Path(megtool.data.__file__).parent / "founding_documents.txt"
 WINDOW, ROWS = 128, 4  # tokens and rows of a training step

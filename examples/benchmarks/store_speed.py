@@ -118,7 +118,7 @@ def measure_server_copies(bench: Bench) -> Table:
 def measure_sizes(bench: Bench) -> Table:
     """The same shares for models of real sizes, in a store that keeps no bytes."""
     from megtool import reshard as reshard_in_process
-    from megtool.checkpoint.storage.connect import register_store
+    from megtool.storage.stores.connect import register_store
 
     head = ("shapes", "layers", "payload GiB", "job", "through the host")
     table = Table(title="Bytes through the host, by the size of matrices", head=head)

@@ -12,18 +12,18 @@ from megtool.access.extra_states import is_extra_state
 from megtool.access.lazy_tensor import NamedView
 from megtool.access.naming import NAMINGS, name_tensors
 from megtool.access.read_boxes import BoxReader
-from megtool.checkpoint.storage.location import location as to_location
-from megtool.checkpoint.work_threads import BackgroundCall
-from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, UnknownTensorsError, UsageError
-from megtool.gc_pause import paused_collection
-from megtool.model_config import ModelConfig
 from megtool.options.groups import AdaptedSourceOptions, SourceOptions
-from megtool.reshard.open_source import Headers, TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.options.layout import ParallelConfig
+from megtool.process.gc_pause import paused_collection
+from megtool.process.threads import BackgroundCall
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import Headers, TensorFilter, open_source
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.location.path import location as to_location
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickle_rules import verbatim_problems
 from megtool.errors import FormatError, listed
-from megtool.reshard.foreign_tensors import find_foreign_tensors
+from megtool.pickles.rules import verbatim_problems
+from megtool.source.foreign_tensors import find_foreign_tensors
+from megtool.tensors.catalogue import Catalogue
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"(.*\.)?_extra_state\d*")

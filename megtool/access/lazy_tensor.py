@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from megtool.access.naming import NamedTensors
 from megtool.access.read_boxes import BoxRead, BoxReader
-from megtool.checkpoint.memory import Memory, allocate, as_torch
 from megtool.console import Progress, silent
 from megtool.convert.rank_tensors import cut_local
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UsageError, listed
+from megtool.plan.memory import Memory, allocate, as_torch
 from megtool.tensors.box import numel
 from megtool.tensors.sharded import GlobalTensor
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.checkpoint.containers.pickle_reader import (
+from megtool.pickles.reader import (
     Inert,
     PersistentRef,
     as_bytes,

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megtool.access.rank_cut import cut_for_rank
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.megatron_metadata import vocab_divisor
-from megtool.config import ParallelConfig
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.dialects import (
     STATE_FIRST,
@@ -17,7 +14,7 @@ from megtool.convert.dialects import (
     read_side,
     write_side,
 )
-from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
     LocalTensor,
     RankCoordinates,
@@ -26,9 +23,12 @@ from megtool.convert.rank_tensors import (
 )
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
-from megtool.gc_pause import paused_collection
+from megtool.megatron_state.saved_objects import vocab_divisor
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import Mesh
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.process.gc_pause import paused_collection
+from megtool.source.checkpoint import CheckpointSource, unknown_model
+from megtool.tensors.catalogue import Catalogue
 
 NAMINGS = ("stored", "hf", "megatron", "torchtitan")
 """`stored`: the checkpoint's own names; `hf`: those of a Hugging Face folder; `megatron`: those of

@@ -12,17 +12,17 @@ from typing import Any
 
 from megtool.access.live_objects import live_value
 from megtool.access.tensor_finder import TensorFinder, TensorMatch
-from megtool.checkpoint.param_groups import read_groups
 from megtool.convert.dialects import is_optimizer_state
-from megtool.convert.megatron import split_optimizer
-from megtool.reshard.megatron.common_state import read_iteration
-from megtool.reshard.source import CheckpointSource
-from megtool.reshard.state_dict_groups import (
+from megtool.convert.megatron.names import split_optimizer
+from megtool.megatron_state.param_groups import read_groups
+from megtool.run_state.common_state import read_iteration
+from megtool.run_state.state_dict_groups import (
     STEP,
     StateDictGroup,
     read_state_dict_groups,
     read_steps,
 )
+from megtool.source.checkpoint import CheckpointSource
 
 ABSENT = object()
 """What a setting is that the checkpoint does not have, or not for all of some parameters."""

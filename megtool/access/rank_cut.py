@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
 
-from megtool.config import ParallelConfig
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.dialects import DialectOptions, write_side
-from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
     IndexedTarget,
     LocalTensor,
@@ -22,7 +21,8 @@ from megtool.convert.rank_tensors import (
     local_tensors,
 )
 from megtool.errors import LayoutError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.box import Boxes
 from megtool.tensors.placement import Placement, narrow, pieces, refine
 

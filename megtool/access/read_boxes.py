@@ -6,22 +6,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.checkpoint import memory
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.copy import execute
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.memory import Memory
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.plan import Fill, PlanSource, ReshardPlan
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.rank_tensors import IndexedTarget, LocalTensor, LocalView, local_side
+from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import DType
-from megtool.gc_pause import paused_collection
+from megtool.plan import memory
+from megtool.plan.copies import Fill, PlanSource, ReshardPlan
+from megtool.plan.execute import execute
+from megtool.plan.memory import Memory
+from megtool.plan.planner import build_plan
+from megtool.process.gc_pause import paused_collection
+from megtool.storage.files import Files
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
+from megtool.transport.reading.parallel_scan import default_threads
 
 _LOG = logging.getLogger(__name__)
 

@@ -31,15 +31,15 @@ from megtool.access.fit import FILLED_IN_PART, describe_obstacles, refuse_misfit
 from megtool.access.naming import NamedTensors, fitting_namings, name_as_stored, seat_of
 from megtool.access.read_boxes import BoxRead, BoxReader
 from megtool.access.wrapped_names import find_unwrapped
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.memory import Memory, allocate, as_torch
-from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.identity import is_optimizer_state
 from megtool.convert.rank_tensors import LocalTensor, cut_local
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
-from megtool.gc_pause import paused_collection
+from megtool.options.layout import ParallelConfig
+from megtool.plan.memory import Memory, allocate, as_torch
+from megtool.process.gc_pause import paused_collection
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:

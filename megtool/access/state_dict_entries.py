@@ -14,13 +14,13 @@ from megtool.access.extra_states import is_extra_state, refuse_foreign_stream
 from megtool.access.live_objects import live_value
 from megtool.access.optimizer_state import ABSENT, SavedOptimizer
 from megtool.access.tensor_finder import TensorFinder, TensorMatch
-from megtool.checkpoint.containers.zip_reader import load_object
-from megtool.checkpoint.formats import STATE_DICT_FORMATS
-from megtool.checkpoint.megatron_metadata import read_object
-from megtool.checkpoint.param_groups import OPTIMIZER_OBJECT
-from megtool.checkpoint.storage.files import opened
-from megtool.convert.megatron import MAIN
-from megtool.reshard.state_dict_groups import STEP
+from megtool.convert.megatron.names import MAIN
+from megtool.formats import STATE_DICT_FORMATS
+from megtool.megatron_state.param_groups import OPTIMIZER_OBJECT
+from megtool.megatron_state.saved_objects import read_object
+from megtool.pickles.zip_reader import load_object
+from megtool.run_state.state_dict_groups import STEP
+from megtool.storage.files import opened
 
 _OPTIMIZER = re.compile(r"((?:.*?\.)?optim(?:izer)?)\.(state|param_groups)\.(.+)\.([^.]+)")
 """An entry of an optimizer: a state of a parameter, or a setting of a parameter or of a group."""

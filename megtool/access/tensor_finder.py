@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from megtool.access.naming import NamedTensors, fitting_namings
 from megtool.access.read_boxes import BoxReader
 from megtool.access.wrapped_names import unwrapped_names
-from megtool.convert.mapping import Row
-from megtool.convert.megatron import split_optimizer
+from megtool.convert.language.mapping import Row
+from megtool.convert.megatron.names import split_optimizer
 from megtool.convert.rank_tensors import LocalTensor
 from megtool.dtypes import DType
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
 
 _HEAD = "lm_head.weight"
 _MODEL_PARTS = ("model.", "app.model.")

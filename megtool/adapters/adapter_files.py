@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megtool.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from megtool.adapters.peft_writer import PeftAdapter
-from megtool.checkpoint.formats.safetensors import place_tensors
-from megtool.checkpoint.formats.safetensors_header import encode_header
-from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
-from megtool.checkpoint.stage import CheckpointStage
 from megtool.dtypes import dtype
+from megtool.formats.safetensors.header import encode_header
+from megtool.formats.safetensors.reader import place_tensors
+from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.staging.protocol import CheckpointStage
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 

@@ -30,11 +30,11 @@ from megtool.adapters.stored_adapter import (
     unpaired_matrix,
 )
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.plain_yaml import read_yaml
-from megtool.checkpoint.storage.files import Files
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron.names import split_state
 from megtool.errors import FormatError, MappingError
+from megtool.formats.plain_yaml import read_yaml
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 
 CONFIG_FILE = "run_config.yaml"
 MARK = ".adapter."

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megtool.adapters.fuse import EXPERTS, FusedUpdate, fuse_layers
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.convert.families import Family
-from megtool.model_config import ModelConfig
+from megtool.convert.families.family import Family
+from megtool.spec.model_config import ModelConfig
+from megtool.transport.weight_update import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

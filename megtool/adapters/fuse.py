@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
+from megtool.transport.weight_update import WeightUpdate
 
 EXPERTS = ".experts.experts."
 """In the names of stored weights that have those of all experts."""

@@ -21,11 +21,11 @@ from megtool.adapters.stored_adapter import (
     open_matrix,
     unpaired_matrix,
 )
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.zip_reader import load_object_bytes
-from megtool.checkpoint.storage.files import Files, read_file
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron.names import split_state
 from megtool.errors import FormatError, MappingError, listed
+from megtool.pickles.zip_reader import load_object_bytes
+from megtool.storage.files import Files, read_file
+from megtool.tensors.catalogue import Catalogue
 
 STATE_FILE = "modelopt_state/common.pt"
 

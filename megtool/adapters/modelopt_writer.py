@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from megtool.adapters.fuse import EXPERTS, fuse_layers
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
+from megtool.transport.weight_update import WeightUpdate
 
 _NAME = "default"
 _INITIALIZERS = {

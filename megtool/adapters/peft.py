@@ -24,10 +24,10 @@ from megtool.adapters.stored_adapter import (
     unpaired_matrix,
 )
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.storage.files import Files, is_regular_file
 from megtool.errors import FormatError, MappingError, listed
+from megtool.formats import open_checkpoint
+from megtool.storage.files import Files, is_regular_file
+from megtool.tensors.catalogue import Catalogue
 
 PREFIX = "base_model.model."
 SAY_TRANSPOSED = ("gpt_oss",)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megtool.adapters.settings import read_count, read_factor
-from megtool.checkpoint.formats.auxiliary_files import check_json_size
-from megtool.checkpoint.formats.header_reader import parse_json, short_repr
-from megtool.checkpoint.storage.files import read_file
 from megtool.errors import FormatError, MappingError
+from megtool.formats.auxiliary_files import check_json_size
+from megtool.formats.header_reader import parse_json, short_repr
+from megtool.storage.files import read_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 

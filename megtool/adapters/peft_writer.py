@@ -14,10 +14,10 @@ from torch import Tensor
 from megtool.adapters.fuse import FusedUpdate, fuse, group_updates
 from megtool.adapters.peft import PARAMETERS, PREFIX, SAY_TRANSPOSED
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
+from megtool.transport.weight_update import WeightUpdate
 
 _PARTS = {"gate": PARAMETERS[0], "up": PARAMETERS[0], "down": PARAMETERS[1]}
 

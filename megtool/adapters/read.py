@@ -9,9 +9,9 @@ from megtool.adapters.bridge import is_bridge, read_bridge
 from megtool.adapters.modelopt import is_modelopt, read_modelopt
 from megtool.adapters.peft import is_peft, read_peft
 from megtool.adapters.stored_adapter import StoredAdapter
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, UsageError
+from megtool.formats import open_checkpoint
+from megtool.storage.location.path import location
 
 _LOG = logging.getLogger(__name__)
 

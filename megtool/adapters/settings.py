@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.formats.header_reader import short_repr
 from megtool.errors import FormatError
+from megtool.formats.header_reader import short_repr
 
 _MOST = 2.0**64
 

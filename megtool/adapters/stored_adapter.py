@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megtool.adapters.weight_slices import DialectWeights, MatrixSlice
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import FormatError, MappingError, listed
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.weight_update import WeightUpdate
 
 
 class LazyMatrix:

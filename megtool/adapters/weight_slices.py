@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megtool.convert.canonical_view import canonical_side
 from megtool.convert.dialects import write_side
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.transport.cast import numeric_values
-from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType
+from megtool.transport.cast import numeric_values
+from megtool.transport.strided import Array
 
 Floats = NDArray[np.float64]
 

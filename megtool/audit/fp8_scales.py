@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.megatron_metadata import read_object
+from megtool.fp8_state.collect import collect_fp8_state
+from megtool.megatron_state.extra_states.names import is_empty_value, is_extra_state
+from megtool.megatron_state.saved_objects import read_object
 from megtool.options.groups import SourceOptions
-from megtool.reshard.fp8_state.collect import collect_fp8_state
-from megtool.reshard.megatron.extra_state_names import is_empty_value, is_extra_state
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
+from megtool.tensors.catalogue import Catalogue
 
 _LARGEST = {"fwd": 448.0, "bwd": 57344.0}
 """The largest number of E4M3, and of E5M2, which gradients have (or E4M3, which is smaller)."""

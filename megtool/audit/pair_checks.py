@@ -17,9 +17,9 @@ from megtool.audit.save_facts import (
     PairFacts,
     TrainingFacts,
 )
-from megtool.checkpoint.transport.cast import numeric_values
-from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType
+from megtool.transport.cast import numeric_values
+from megtool.transport.strided import Array
 
 _DEFAULT_BETAS = (0.9, 0.999)
 _SLACK = 1.1  # moments may be rounded to 16 bits

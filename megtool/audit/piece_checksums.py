@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.containers.zip_reader import ZipArchive
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.strided import Array
 from megtool.errors import MegtoolError
+from megtool.pickles.zip_reader import ZipArchive
+from megtool.storage.files import Files
+from megtool.transport.strided import Array
 
 _ONES = 0xFFFFFFFF
 _GAP_BYTES = 1 << 20

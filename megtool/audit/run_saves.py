@@ -7,9 +7,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.formats.save_folder import RELEASE, TRACKER
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError
+from megtool.formats.save_folder import RELEASE, TRACKER
+from megtool.storage.files import Files
 
 _STEPS = (
     re.compile(r"iter_(\d+)"),  # Megatron

@@ -26,21 +26,21 @@ from megtool.audit.save_facts import PairFacts, SaveFacts, TensorFacts
 from megtool.audit.shard_reader import ReadAhead, ShardReader
 from megtool.audit.stored_rows import RowGroup, ShardRow, group_rows
 from megtool.audit.training_state import read_training_facts
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
-from megtool.checkpoint.file_digests import check_files
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import location
-from megtool.checkpoint.transport.shard_locator import ShardLocator
-from megtool.checkpoint.work_threads import stream_in_threads
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron.names import split_state
+from megtool.digests.crc32c import SIDECAR, Sidecar, read_sidecar
+from megtool.digests.files import check_files
 from megtool.errors import FormatError, MegtoolError
-from megtool.reshard.megatron.common_state import read_source_layout
-from megtool.reshard.megatron.model_space import to_model_space
-from megtool.reshard.open_source import identify_model
+from megtool.formats import open_checkpoint
+from megtool.megatron_state.model_space import to_model_space
+from megtool.process.threads import stream_in_threads
+from megtool.run_state.common_state import read_source_layout
+from megtool.source.open import identify_model
+from megtool.storage.files import Files
+from megtool.storage.location.path import location
+from megtool.tensors.catalogue import Catalogue
+from megtool.transport.reading.parallel_scan import default_threads
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.shard_locator import ShardLocator
 
 SKETCH_SIZES = ((8192, 16), (65536, 8), (1 << 62, 4))
 """The side of sketches for up to so many tensors: the memory of all stays below 20 MiB."""

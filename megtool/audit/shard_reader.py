@@ -16,9 +16,9 @@ from megtool.audit.element_sums import SumsCollector, Workspace
 from megtool.audit.piece_checksums import CRC32C, ZIP_CRC, ByteRange
 from megtool.audit.save_facts import MAIN, SECOND_MOMENT, WEIGHT
 from megtool.audit.stored_rows import ShardRow
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.open_objects import is_object
-from megtool.checkpoint.work_threads import BackgroundCall
+from megtool.process.threads import BackgroundCall
+from megtool.storage.objects.open_objects import is_object
+from megtool.transport.reading.reader import CheckpointReader
 
 _WITH_SKETCH = (WEIGHT, MAIN, SECOND_MOMENT)
 _AHEAD_BYTES = 128 << 20

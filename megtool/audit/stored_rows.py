@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 
 from megtool.audit.save_facts import FIRST_MOMENT, MAIN, SECOND_MOMENT, WEIGHT
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron.names import split_state
+from megtool.tensors.catalogue import Catalogue
 
 _LAYERS = re.compile(r"(^|\.)layers\.(?!\d)")
 _EXPERTS = re.compile(r"\.experts\.(experts\.|local_experts\.)?(?!\d|experts\.|local_experts\.)")

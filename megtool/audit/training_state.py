@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megtool.audit.save_facts import TrainingFacts
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickle_reader import dict_items
-from megtool.checkpoint.formats.save_folder import LEARNED_SCALES
-from megtool.checkpoint.megatron_metadata import saved_args
-from megtool.checkpoint.param_groups import scalar_value
-from megtool.checkpoint.random_state import is_rng_object
-from megtool.checkpoint.storage.files import Files, opened
-from megtool.reshard.state_dict_groups import read_any_groups
+from megtool.formats.save_folder import LEARNED_SCALES
+from megtool.megatron_state.param_groups import scalar_value
+from megtool.megatron_state.random_state import is_rng_object
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.pickles.reader import dict_items
+from megtool.run_state.state_dict_groups import read_any_groups
+from megtool.storage.files import Files, opened
+from megtool.tensors.catalogue import Catalogue
 
 _SCHEDULER = "opt_param_scheduler"
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "ffn_dropout", "lora_dropout")

@@ -27,7 +27,7 @@ from megtool.console import (
 from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.groups import ReportOptions
-from megtool.reports import Report, finite_json
+from megtool.report.sections import Report, finite_json
 
 Work = Callable[[Progress], Report]
 

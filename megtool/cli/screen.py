@@ -6,12 +6,12 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megtool.commands.generate_report import GenerateReport
 from megtool.commands.options.models import GenerateOptions
+from megtool.commands.reports.generate import GenerateReport
 from megtool.console import Bar, Progress, echo, printable
 
 if TYPE_CHECKING:
-    from megtool.commands.generate_report import Answer
+    from megtool.commands.reports.generate import Answer
 
 _LOG = logging.getLogger(__name__)
 

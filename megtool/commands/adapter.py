@@ -21,19 +21,19 @@ from megtool.adapters.modelopt_writer import make_modelopt_adapter
 from megtool.adapters.peft_writer import PeftNames, make_peft_adapter
 from megtool.adapters.read import read_adapter
 from megtool.adapters.stored_adapter import AdaptedWeight, StoredAdapter
-from megtool.checkpoint.storage.files import Files, read_file
-from megtool.checkpoint.transport.weight_update import WeightUpdate
 from megtool.commands.options.adapter import ConvertAdapterOptions, InspectAdapterOptions
-from megtool.config import ParallelConfig
 from megtool.console import format_bytes, several
 from megtool.errors import UnknownFamilyError, listed
+from megtool.megatron_state.bridge_files import edit_model, make_bridge_files
 from megtool.options.groups import SourceOptions
-from megtool.quant.modelopt_state.quantizers import make_mode_files
-from megtool.reports import Report, Row, Section, Table
-from megtool.reshard.megatron.bridge_files import edit_model, make_bridge_files
-from megtool.reshard.open_source import WITHOUT_QUANTIZERS, open_source, parse_iteration
-from megtool.reshard.source import CheckpointSource, require_model
+from megtool.options.layout import ParallelConfig
+from megtool.quant.modelopt.quantizers import make_mode_files
+from megtool.report.sections import Report, Row, Section, Table
 from megtool.reshard.staged_write import WriteOptions
+from megtool.source.checkpoint import CheckpointSource, require_model
+from megtool.source.open import WITHOUT_QUANTIZERS, open_source, parse_iteration
+from megtool.storage.files import Files, read_file
+from megtool.transport.weight_update import WeightUpdate
 
 _PROGRAMS = {"peft": "PEFT", "bridge": "Megatron-Bridge", "modelopt": "ModelOpt"}
 _ITERATION = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megtool.checkpoint.workers.identity import parse_worker
 from megtool.commands.options.amax import (
     DeriveAmaxOptions,
     InspectAmaxOptions,
@@ -11,12 +10,13 @@ from megtool.commands.options.amax import (
 from megtool.commands.reshard import make_execution_options
 from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, silent
+from megtool.fp8_state import inspect
+from megtool.fp8_state.inspect_report import AmaxInspection
+from megtool.megatron_state.extra_states.amax_report import AmaxMode
+from megtool.process.worker_identity import parse_worker
 from megtool.quant import derive_calibration
 from megtool.quant.derive_calibration import DeriveReport
-from megtool.reshard.fp8_state import inspect
-from megtool.reshard.fp8_state.inspect_report import AmaxInspection
-from megtool.reshard.fp8_state.rewrite import rewrite_fp8_state
-from megtool.reshard.megatron.amax_report import AmaxMode
+from megtool.reshard.fp8_rewrite import rewrite_fp8_state
 from megtool.reshard.report import ReshardReport
 
 

@@ -20,7 +20,7 @@ class VerbFunction:
     (`progress`) go to the function that does the work.
 
     A verb may have the name of a package (`megtool.reshard`); attributes that are not the
-    function's are then the package's, so that `import megtool.reshard.source` still finds it.
+    function's are then the package's, so that `import megtool.source.checkpoint` still finds it.
     """
 
     def __init__(self, verb: Verb) -> None:

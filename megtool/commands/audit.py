@@ -21,7 +21,7 @@ from megtool.commands.options.checkpoints import AuditOptions
 from megtool.console import Progress, format_bytes, several, silent
 from megtool.errors import FormatError, UsageError
 from megtool.options.effects import check_effects
-from megtool.reports import Report, Row, Section
+from megtool.report.sections import Report, Row, Section
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 40
@@ -212,8 +212,8 @@ class _Watch:
                 for finding in findings:
                     _LOG.warning("step %d, %s: %s", finding.step, finding.id, finding.text())
         if ready and self.options.watch is not None and self.options.report is not None:
-            from megtool.commands.pages.audit_page import audit_page
-            from megtool.pages.write import write_page
+            from megtool.commands.pages.audit import audit_page
+            from megtool.report.html import write_page
 
             write_page(self.options.report, audit_page(self.report(run)))
 
@@ -252,7 +252,7 @@ class _Watch:
 
 def _size(save: RunSave) -> int:
     """The bytes of a save's files; 0 if they cannot be listed."""
-    from megtool.checkpoint.storage.files import Files
+    from megtool.storage.files import Files
 
     files, total = Files(), 0
     try:

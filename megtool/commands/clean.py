@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megtool.checkpoint.left_overs import LeftOver, find_left_overs
 from megtool.commands.options.checkpoints import CleanOptions
 from megtool.console import format_bytes, several
 from megtool.errors import DestinationError
-from megtool.reports import Report, Row, Section, Table
+from megtool.report.sections import Report, Row, Section, Table
+from megtool.staging.left_overs import LeftOver, find_left_overs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.storage.location import require_local
 from megtool.commands.demo_training import train
 from megtool.commands.options.checkpoints import DemoOptions
 from megtool.console import format_bytes
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
 from megtool.lint.engines import ENGINES
-from megtool.pages.write import has_page_packages
-from megtool.reports import Report, Row, Section, Table
+from megtool.report.html import has_page_packages
+from megtool.report.sections import Report, Row, Section, Table
+from megtool.storage.location.path import require_local
 
 _LOG = logging.getLogger(__name__)
 PROMPT = "What is the capital of France? Answer in one sentence."

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megtool.checkpoint.storage.location_probe import FolderProbe, StoreProbe, probe_location
 from megtool.commands.options.checkpoints import DoctorOptions
 from megtool.console import format_bytes, several
 from megtool.machine.abilities import Ability, find_abilities
 from megtool.machine.hardware import Hardware, find_hardware
 from megtool.machine.packages import Extra, find_extras
-from megtool.reports import Report, Row, Section, Table
+from megtool.report.sections import Report, Row, Section, Table
+from megtool.storage.location_probe import FolderProbe, StoreProbe, probe_location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,41 +9,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.destination_check import check_file
-from megtool.checkpoint.storage.files import Files
 from megtool.commands.evaluate_labels import evaluate_labels
-from megtool.commands.evaluate_report import (
+from megtool.commands.options.models import EvaluateOptions
+from megtool.commands.reports.evaluate import (
     Divergence,
     EvaluatePlan,
     EvaluateReport,
     LabelReport,
     WorstPosition,
 )
-from megtool.commands.options.models import EvaluateOptions
 from megtool.console import Progress, silent
+from megtool.convert.megatron.sharding import check_layout
 from megtool.convert.pruning_scores import PruningScores, encode_scores, model_sizes
-from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
-from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
-from megtool.inference.evaluation_texts import (
+from megtool.export.hf.engine_arithmetic import check_dequantize, run_as_engine
+from megtool.inference.evaluation.texts import (
     mask_documents,
     pair_documents,
     read_token_documents,
 )
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
-from megtool.model_config import ModelConfig
 from megtool.options.effects import check_effects
 from megtool.options.groups import SourceOptions
-from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_decoder
+from megtool.spec.model_config import ModelConfig
+from megtool.staging.destination.check import check_file
+from megtool.storage.files import Files
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
-    from megtool.inference.channel_importance import ChannelImportance
-    from megtool.inference.compare import Comparison
-    from megtool.inference.evaluate import Score
+    from megtool.inference.evaluation.channel_importance import ChannelImportance
+    from megtool.inference.evaluation.compare import Comparison
+    from megtool.inference.evaluation.layer_influence import LayerInfluence
+    from megtool.inference.evaluation.perplexity import Score
     from megtool.inference.forward import Forward
-    from megtool.inference.layer_influence import LayerInfluence
     from megtool.inference.windows import TokenDocument
     from megtool.parallel.process_groups import ProcessGroups
 
@@ -198,11 +198,11 @@ class _Evaluation:
 
     def run(self, progress: Progress) -> EvaluateReport:
         """Load the models, score them, and report."""
-        from megtool.inference.channel_importance import ChannelImportance
-        from megtool.inference.compare import compare
-        from megtool.inference.evaluate import Score, check_documents
-        from megtool.inference.evaluate import evaluate as score_texts
-        from megtool.inference.layer_influence import LayerInfluence
+        from megtool.inference.evaluation.channel_importance import ChannelImportance
+        from megtool.inference.evaluation.compare import compare
+        from megtool.inference.evaluation.layer_influence import LayerInfluence
+        from megtool.inference.evaluation.perplexity import Score, check_documents
+        from megtool.inference.evaluation.perplexity import evaluate as score_texts
 
         options, texts, sizes, source = self.options, self.texts, self.sizes, self.source
         has_data = options.data is not None
@@ -246,7 +246,7 @@ class _Evaluation:
                 self._write_scores(influence, importance, score, groups.rank)
             tasks: dict[str, dict[str, Any]] = {}
             if options.tasks is not None:
-                from megtool.inference.lm_eval import run_tasks
+                from megtool.inference.evaluation.lm_eval import run_tasks
 
                 tasks = run_tasks(
                     forward,

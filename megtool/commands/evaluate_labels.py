@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.destination_check import check_file
-from megtool.checkpoint.storage.files import Files
-from megtool.commands.evaluate_report import EvaluatePlan, LabelReport
 from megtool.commands.options.models import EvaluateOptions
-from megtool.config import LabelKind
+from megtool.commands.reports.evaluate import EvaluatePlan, LabelReport
 from megtool.console import Progress
-from megtool.convert.label_head import label_names
-from megtool.convert.sharding import check_layout
+from megtool.convert.families.label_head import label_names
+from megtool.convert.megatron.sharding import check_layout
 from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
 from megtool.errors import UsageError
-from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
+from megtool.export.hf.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
-from megtool.reshard.source import CheckpointSource
+from megtool.options.layout import LabelKind
+from megtool.source.checkpoint import CheckpointSource
+from megtool.staging.destination.check import check_file
+from megtool.storage.files import Files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def evaluate_labels(
         FormatError: a record has no label of the model's.
         MegtoolError: the tokenizer, the layout or the data cannot be used.
     """
-    from megtool.inference.label_evaluation import rate_scores, score_texts
+    from megtool.inference.evaluation.labels import rate_scores, score_texts
 
     for name in _OF_TOKENS:
         if getattr(options, name):

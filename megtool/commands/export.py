@@ -6,27 +6,27 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.formats.quantization_config import quantization_config
-from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
-from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.workers.identity import parse_worker
 from megtool.commands.options.export import ExportFacts, ExportOptions
 from megtool.commands.options.reshard import ReshardOptions
 from megtool.commands.reshard import make_execution_options, reshard
-from megtool.config import ParallelConfig
 from megtool.console import Progress, several, silent
 from megtool.errors import UsageError
 from megtool.export.engine_commands import describe_serving
 from megtool.export.report import ExportReport
+from megtool.formats import detect_format, open_checkpoint
+from megtool.formats.safetensors.quantization_config import quantization_config
+from megtool.formats.safetensors.reader import DEFAULT_SHARD_BYTES
+from megtool.fp8_state.modelopt_amax import has_quantizers
 from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects
+from megtool.options.layout import ParallelConfig
+from megtool.options.sizes import parse_size
+from megtool.plan.copies import ReshardPlan
+from megtool.process.worker_identity import parse_worker
 from megtool.quant.recipes.engine_support import parse_engine
-from megtool.reshard.fp8_state.modelopt_amax import has_quantizers
-from megtool.reshard.open_source import Headers
-from megtool.reshard.parse_size import parse_size
+from megtool.source.open import Headers
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 
 
 def export(
@@ -85,8 +85,8 @@ def export(
             progress=progress,
         )
     if to != "hf" and _is_quantized_megatron(options):
-        from megtool.export.quantized_folder import FolderOptions
-        from megtool.export.quantized_megatron import export_quantized_megatron
+        from megtool.export.hf.quantized_folder import FolderOptions
+        from megtool.export.hf.quantized_megatron import export_quantized_megatron
 
         check_effects(options, ExportFacts(to=to, is_repacked=False))
         _check_no_cast(options)
@@ -113,7 +113,7 @@ def export(
     if not is_repacked:
         plain = _export_plain(options, engine, catalogue, files, progress)
         return _add_engine_note(plain, engine, destination)
-    from megtool.export.quantized_folder import FolderOptions, export_folder
+    from megtool.export.hf.quantized_folder import FolderOptions, export_folder
 
     shard_size = options.max_shard_size
     report = export_folder(

@@ -10,26 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.options.finetune import FinetuneOptions
-from megtool.config import ParallelConfig
+from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.console import Progress, silent
 from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
+from megtool.formats.save_folder import folder_name
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.groups import RuntimeOptions, SourceOptions
+from megtool.options.layout import ParallelConfig
 from megtool.reshard.execute import ExecutionOptions
 from megtool.reshard.foreign_objects import screen_source
-from megtool.reshard.open_source import EVERYTHING, WITHOUT_QUANTIZERS, open_decoder
 from megtool.reshard.run import reshard_checkpoint
-from megtool.reshard.source import CheckpointSource
 from megtool.reshard.source_options import SelectionOptions
 from megtool.reshard.writers.target_spec import TargetOptions
-from megtool.train.config import TrainConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import EVERYTHING, WITHOUT_QUANTIZERS, open_decoder
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import LOG_FILE, read_log
 
 if TYPE_CHECKING:
-    from megtool.model.decoder import Decoder
+    from megtool.model.stacks.decoder import Decoder
     from megtool.parallel.process_groups import ProcessGroups
     from megtool.train.run import RunResult
 
@@ -57,8 +57,8 @@ def finetune(
         TrainingError: a loss or a gradient is NaN or Inf, or `destination` holds another run.
         MegtoolError: the checkpoint, the data, the layout or an option cannot be used.
     """
-    from megtool.train.checkpointing.resume_point import check_folders, find_checkpoint
     from megtool.train.preflight import check_run
+    from megtool.train.resume_point import check_folders, find_checkpoint
     from megtool.train.run import TrainRun
 
     settings, folder = options.train_config(), options.destination
@@ -175,20 +175,20 @@ def _plan(
         MegtoolError: a feature's input is missing, as in the run.
     """
     from megtool.parallel.process_groups import fit
-    from megtool.train.checkpointing.resume_point import (
-        check_loaded,
-        open_checkpoint,
-        saved_batch_size,
-        with_batch_size,
-    )
-    from megtool.train.checkpointing.run_identity import RunIdentity
     from megtool.train.datasets import open_datasets
     from megtool.train.features.fp8 import describe_precisions, mark_fp8_weights
     from megtool.train.features.registry import add_feature_parameters, estimate_feature_memory
     from megtool.train.features.te_layers import TeChoice
     from megtool.train.features.te_modules import choose_for_run, describe_te_run
-    from megtool.train.memory_estimate import estimate_rank_memory
+    from megtool.train.model.memory_estimate import estimate_rank_memory
     from megtool.train.preflight import check_plan
+    from megtool.train.resume_point import (
+        check_loaded,
+        open_checkpoint,
+        saved_batch_size,
+        with_batch_size,
+    )
+    from megtool.train.run_identity import RunIdentity
     from megtool.train.run_plan import (
         freeze,
         make_lr_schedule,
@@ -283,13 +283,13 @@ def _export(
     """Write DST/hf if options ask for it, quantized if the run has quantizers; returns the path."""
     if settings.to != "hf" or iteration is None:
         return None
-    from megtool.train.checkpointing.run_identity import RunIdentity
+    from megtool.train.run_identity import RunIdentity
 
     saved, written = folder / folder_name(iteration), folder / EXPORT_FOLDER
     execution = ExecutionOptions(overwrite=True, fsync=settings.fsync)
     if has_quantizers:
-        from megtool.export.quantized_folder import FolderOptions
-        from megtool.export.quantized_megatron import export_quantized_megatron
+        from megtool.export.hf.quantized_folder import FolderOptions
+        from megtool.export.hf.quantized_megatron import export_quantized_megatron
 
         export_quantized_megatron(
             saved,
@@ -314,7 +314,7 @@ def _export(
 
 def _note_export(folder: Path, iteration: int | None) -> Iterator[str]:
     """A note if DST/hf was not written from the newest iteration."""
-    from megtool.train.checkpointing.run_identity import RunIdentity
+    from megtool.train.run_identity import RunIdentity
 
     if iteration is None or not (folder / EXPORT_FOLDER).exists():
         return

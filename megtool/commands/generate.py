@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport, ScoredToken
 from megtool.commands.options.models import GenerateOptions
-from megtool.config import ParallelConfig
+from megtool.commands.reports.generate import Answer, GeneratePlan, GenerateReport, ScoredToken
 from megtool.console import Progress, silent
-from megtool.convert.sharding import check_layout
+from megtool.convert.megatron.sharding import check_layout
 from megtool.errors import FormatError, StorageError, UsageError
-from megtool.export.engine_arithmetic import check_dequantize, run_as_engine
+from megtool.export.hf.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
 from megtool.options.effects import check_effects
-from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import CheckpointSource
+from megtool.options.layout import ParallelConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_decoder
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
-    from megtool.inference.batching import GenerateRequest
-    from megtool.inference.generate import Completion, DecodingOptions
-    from megtool.inference.prompts import Conversation
+    from megtool.inference.generation.batching import GenerateRequest
+    from megtool.inference.generation.generate import Completion, DecodingOptions
+    from megtool.inference.generation.prompts import Conversation
 
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
@@ -67,11 +67,11 @@ def generate(
         UsageError: an option has no effect, or no such value.
         MegtoolError: the checkpoint, its tokenizer, the layout or a prompt cannot be used.
     """
-    from megtool.inference.generate import DecodingOptions, check_requests
-    from megtool.inference.prompts import encode_prompt, make_request
-    from megtool.inference.sampling import Sampling
-    from megtool.inference.speculative import choose_drafting
-    from megtool.inference.stop_strings import Stops
+    from megtool.inference.generation.generate import DecodingOptions, check_requests
+    from megtool.inference.generation.prompts import encode_prompt, make_request
+    from megtool.inference.generation.sampling import Sampling
+    from megtool.inference.generation.speculative import choose_drafting
+    from megtool.inference.generation.stop_strings import Stops
 
     check_effects(options)
     sampling = Sampling(
@@ -152,8 +152,8 @@ def _run(
     callbacks: _Callbacks,
 ) -> GenerateReport:
     """Load the model, continue every prompt, and report."""
-    from megtool.inference.generate import Meter
-    from megtool.inference.generate import generate as generate_texts
+    from megtool.inference.generation.generate import Meter
+    from megtool.inference.generation.generate import generate as generate_texts
 
     conversations, requests = prompts.conversations, prompts.requests
     on_answer, progress = callbacks.on_answer, callbacks.progress
@@ -315,7 +315,7 @@ def _plan(
 ) -> GeneratePlan:
     import torch
 
-    from megtool.model.cache import num_cache_bytes
+    from megtool.model.cache.kv_cache import num_cache_bytes
 
     c = source.config
     sizes = (r.num_positions + len(r.source) for r in requests)

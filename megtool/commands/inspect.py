@@ -7,14 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.embedded_digests import find_embedded
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.workers.shared_scan import SharedScan
-from megtool.commands.layer_statistics import (
+from megtool.commands.inspection.layer_statistics import (
     LayerStatistics,
     StatisticsOutlier,
     find_outliers,
@@ -22,18 +15,25 @@ from megtool.commands.layer_statistics import (
     layer_statistics,
     module_bytes,
 )
-from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
+from megtool.commands.inspection.name_tree import NameFold, draw_tree, fold_tensors
+from megtool.commands.inspection.rank_contents import RankContents, list_rank_contents
 from megtool.commands.options.checkpoints import InspectOptions
-from megtool.commands.rank_contents import RankContents, list_rank_contents
 from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, format_bytes, several, silent
-from megtool.convert.megatron import split_state
-from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
+from megtool.convert.megatron.names import split_state
+from megtool.digests.embedded import find_embedded
+from megtool.digests.statistics import TensorStatistics, measure_tensors
+from megtool.report.sections import Report, Row, Section, Table, count, fold_names, shown
 from megtool.reshard.foreign_objects import ForeignObject, find_foreign_objects
-from megtool.reshard.megatron.common_state import read_source_layout
-from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.run_state.common_state import read_source_layout
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.reading.parallel_scan import default_threads
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.reading.shared_scan import SharedScan
 
 MAX_FILES = 200
 """Files whose bytes a report has."""

@@ -17,7 +17,7 @@ from megtool.lint.finding import Finding, Severity, sort_findings
 from megtool.lint.folder_view import open_folder
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
-from megtool.reports import Report, Row, Section
+from megtool.report.sections import Report, Row, Section
 
 _MAX_SHOWN = 3
 """Findings of one rule that are shown; further ones are counted."""

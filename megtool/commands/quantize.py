@@ -7,38 +7,38 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from megtool.checkpoint.storage.location import require_local
-from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, QuantizeOptions
-from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
 from megtool.options.effects import check_effects
-from megtool.quant.pipeline.calibration_data import (
+from megtool.options.layout import LayoutOptions
+from megtool.options.sizes import parse_size
+from megtool.process.worker_identity import WorkerIdentity, parse_worker
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.quantize.calibration_data import (
     CalibrationDataOptions,
     CalibrationSamples,
     read_samples,
 )
-from megtool.quant.pipeline.obtain_qparams import (
+from megtool.quantize.obtain_qparams import (
     check_choosing,
     check_given,
     check_modelopt,
     choose_from_files,
     choose_solver,
 )
-from megtool.quant.pipeline.pipeline import run_quantize
-from megtool.quant.pipeline.request import (
+from megtool.quantize.pipeline import run_quantize
+from megtool.quantize.request import (
     DEFAULT_EVALUATION_TOKENS,
     CalibrationOptions,
     QuantizeOutputOptions,
     QuantizeRequest,
 )
-from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
-from megtool.reshard.parse_size import parse_size
+from megtool.storage.location.path import require_local
 
 if TYPE_CHECKING:
-    from megtool.quant.pipeline.plan import QuantizePlan
-    from megtool.quant.pipeline.report import QuantizeReport
+    from megtool.quantize.plan import QuantizePlan
+    from megtool.quantize.report import QuantizeReport
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from megtool.quant.recipes.dialects import load_recipe, read_recipe_text, recipe
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.resolve import resolve_recipe
-from megtool.reports import Report, Row, Section, Table
+from megtool.report.sections import Report, Row, Section, Table
 
 __all__ = [
     "ExplainReport",

@@ -6,31 +6,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.formats import ARRAY_FORMATS
-from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.workers.identity import WorkerIdentity, parse_worker
 from megtool.commands.options.reshard import PRUNED_SIZES, ReshardFacts, ReshardOptions
-from megtool.config import LayoutOptions
 from megtool.console import Progress, silent
 from megtool.convert.pruning_scores import PrunedSizes
+from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, UsageError
+from megtool.formats import ARRAY_FORMATS
+from megtool.fp8_state.transfer import parse_amax_options
 from megtool.options.effects import check_effects
 from megtool.options.groups import CopyOptions, OutputOptions
+from megtool.options.layout import LayoutOptions
+from megtool.options.sizes import parse_size
+from megtool.plan.copies import ReshardPlan
+from megtool.process.worker_identity import WorkerIdentity, parse_worker
 from megtool.reshard.execute import ExecutionOptions, choose_num_threads
-from megtool.reshard.fp8_state.transfer import parse_amax_options
-from megtool.reshard.parse_size import parse_size
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.run import reshard_checkpoint
-from megtool.reshard.source import CheckpointSource
 from megtool.reshard.source_options import SelectionOptions
 from megtool.reshard.target import MEGATRON, choose_format
-from megtool.reshard.width_subset import PruningOptions
 from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.subset.widths import PruningOptions
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath
 
 
 def reshard(

@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megtool.checkpoint.storage.files import Files
 from megtool.commands.options.models import TokenizeOptions
 from megtool.console import Progress, format_bytes, silent
 from megtool.data.chunk_encoder import ChunkEncoder, count_cores, split_chunks, take_sample
 from megtool.data.dataset_upload import stage_dataset
 from megtool.data.documents import documents, source_bytes
 from megtool.errors import UsageError
-from megtool.reports import Report, Row
-from megtool.reshard.find_tokenizer import find_tokenizer
+from megtool.report.sections import Report, Row
+from megtool.source.find_tokenizer import find_tokenizer
+from megtool.storage.files import Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

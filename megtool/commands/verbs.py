@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import StorageError
-from megtool.gc_pause import paused_collection
+from megtool.process.gc_pause import paused_collection
 
 _OPTIONS = "megtool.commands.options"
 _PAGES = "megtool.commands.pages"
@@ -72,8 +72,8 @@ class Verb:
             _check_places(options)
             page = getattr(options, "report", None)
             if page is not None:
-                load("megtool.pages.write:check_page_packages")()
-                load("megtool.checkpoint.destination_check:check_file")(page, page.parent)
+                load("megtool.report.html:check_page_packages")()
+                load("megtool.staging.destination.check:check_file")(page, page.parent)
             report = _with_adapters(function(options, **keywords), options)
             return report if page is None else self._write_page(page, report)
         except BrokenPipeError:  # nobody reads what a callback prints
@@ -85,7 +85,7 @@ class Verb:
         """Write the page of a report; of several processes, the one that has all of it does."""
         if not report.is_whole or not (is_first_rank() or not self.runs_on_ranks):
             return report
-        load("megtool.pages.write:write_page")(path, load(self.page_path)(report))
+        load("megtool.report.html:write_page")(path, load(self.page_path)(report))
         return replace(report, page=str(path))
 
 
@@ -98,7 +98,7 @@ def _check_places(options: Any) -> None:
     from megtool.options.field import read_locations, written_locations
 
     if locations := written_locations(options):
-        from megtool.checkpoint.destination_check import check_not_read, check_place
+        from megtool.staging.destination.check import check_not_read, check_place
 
         inputs = read_locations(options)
         for path in locations:
@@ -117,7 +117,7 @@ def _with_adapters(report: Any, options: Any) -> Any:
 
 def _to_storage_error(error: OSError) -> StorageError:
     """The error for a system call that nothing nearer to it has explained."""
-    from megtool.checkpoint.storage.transfer import HINTS
+    from megtool.storage.objects.transfer import HINTS
 
     if isinstance(error, FileNotFoundError) and error.filename is None and not _has_folder():
         return StorageError(
@@ -153,7 +153,7 @@ VERBS = (
         summary="Show what a checkpoint holds, from its headers alone.",
         options_path=f"{_OPTIONS}.checkpoints:InspectOptions",
         function_path="megtool.commands.inspect:inspect",
-        page_path=f"{_PAGES}.inspect_page:inspect_page",
+        page_path=f"{_PAGES}.inspect:inspect_page",
     ),
     Verb(
         command="reshard",
@@ -161,7 +161,7 @@ VERBS = (
         summary="Copy a checkpoint into another format, parallel layout or dtype.",
         options_path=f"{_OPTIONS}.reshard:ReshardOptions",
         function_path="megtool.commands.reshard:reshard",
-        page_path=f"{_PAGES}.reshard_page:reshard_page",
+        page_path=f"{_PAGES}.reshard:reshard_page",
         resumes=True,
         has_config=True,
     ),
@@ -171,7 +171,7 @@ VERBS = (
         summary="Check one checkpoint against its digests, or two against each other.",
         options_path=f"{_OPTIONS}.checkpoints:VerifyOptions",
         function_path="megtool.commands.verify:verify",
-        page_path=f"{_PAGES}.verify_page:verify_page",
+        page_path=f"{_PAGES}.verify:verify_page",
     ),
     Verb(
         command="audit",
@@ -179,7 +179,7 @@ VERBS = (
         summary="Find out which save of a run went wrong: every one of them, each byte read once.",
         options_path=f"{_OPTIONS}.checkpoints:AuditOptions",
         function_path="megtool.commands.audit:audit",
-        page_path=f"{_PAGES}.audit_page:audit_page",
+        page_path=f"{_PAGES}.audit:audit_page",
     ),
     Verb(
         command="quantize",
@@ -187,7 +187,7 @@ VERBS = (
         summary="Quantize a checkpoint in any format for an engine, and check the result.",
         options_path=f"{_OPTIONS}.quantize:QuantizeOptions",
         function_path="megtool.commands.quantize:quantize",
-        page_path=f"{_PAGES}.quantize_page:quantize_page",
+        page_path=f"{_PAGES}.quantize:quantize_page",
         resumes=True,
         runs_on_ranks=True,
         has_config=True,
@@ -206,7 +206,7 @@ VERBS = (
         summary="Check an exported folder against the rules of engines' loaders.",
         options_path=f"{_OPTIONS}.export:LintOptions",
         function_path="megtool.commands.lint:lint",
-        page_path=f"{_PAGES}.lint_page:lint_page",
+        page_path=f"{_PAGES}.lint:lint_page",
     ),
     Verb(
         command="finetune",
@@ -214,7 +214,7 @@ VERBS = (
         summary="Train a model from any checkpoint on some text, and write a Megatron checkpoint.",
         options_path=f"{_OPTIONS}.finetune:FinetuneOptions",
         function_path="megtool.commands.finetune:finetune",
-        page_path=f"{_PAGES}.finetune_page:finetune_page",
+        page_path=f"{_PAGES}.finetune:finetune_page",
         resumes=True,
         runs_on_ranks=True,
         has_config=True,
@@ -233,7 +233,7 @@ VERBS = (
         summary="Measure how well a model predicts a text, and how far it is from another model.",
         options_path=f"{_OPTIONS}.models:EvaluateOptions",
         function_path="megtool.commands.evaluate:evaluate",
-        page_path=f"{_PAGES}.evaluate_page:evaluate_page",
+        page_path=f"{_PAGES}.evaluate:evaluate_page",
         runs_on_ranks=True,
     ),
     Verb(

@@ -10,43 +10,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.compare import (
+from megtool.commands.options.checkpoints import VerifyOptions
+from megtool.commands.reports.verify import Difference, DifferenceKind, VerifyReport
+from megtool.commands.verification.digest_check import (
+    DigestIndex,
+    FileCheck,
+    describe_mismatch,
+    find_damage,
+)
+from megtool.commands.verification.files import verify_files
+from megtool.commands.verification.metadata import check_configs, check_objects, check_quant_config
+from megtool.commands.verification.quantized import QuantizedPair, packings_differ
+from megtool.commands.worker_scan import ShareReport, run_shared
+from megtool.console import Progress, silent
+from megtool.convert.language.binding import missing
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
+from megtool.digests.compare import (
     ComparedSource,
     TensorDelta,
     TensorPair,
     compare,
     count_pair_bytes,
 )
-from megtool.checkpoint.formats.save_folder import (
+from megtool.errors import CheckpointError, MappingError
+from megtool.formats.save_folder import (
     TRACKER,
     describe_tracker_fault,
     is_save_folder,
 )
-from megtool.checkpoint.formats.torch_dist_integrity import check_integrity
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.replicas import pair_replicas
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.workers.shared_scan import SharedScan
-from megtool.commands.digest_check import DigestIndex, FileCheck, describe_mismatch, find_damage
-from megtool.commands.options.checkpoints import VerifyOptions
-from megtool.commands.verify_files import verify_files
-from megtool.commands.verify_metadata import check_configs, check_objects, check_quant_config
-from megtool.commands.verify_quantized import QuantizedPair, packings_differ
-from megtool.commands.verify_report import Difference, DifferenceKind, VerifyReport
-from megtool.commands.worker_scan import ShareReport, run_shared
-from megtool.console import Progress, silent
-from megtool.convert.binding import missing
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
-from megtool.errors import CheckpointError, MappingError
+from megtool.formats.torch_dist.integrity import check_integrity
 from megtool.options.effects import check_effects
 from megtool.quant.rotation.rotate import as_rotated
-from megtool.reshard.align import open_aligned, open_for_digests
-from megtool.reshard.source import CheckpointSource
-from megtool.reshard.width_subset import as_pruned
+from megtool.source.align import open_aligned, open_for_digests
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.subset.widths import as_pruned
+from megtool.storage.files import Files
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
+from megtool.transport.reading.parallel_scan import default_threads
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.reading.shared_scan import SharedScan
+from megtool.transport.replicas import pair_replicas
 
 _TIED = "a copy of the tied embedding"
 _EMBEDDING = "embed.weight"

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megtool.checkpoint.workers.identity import parse_worker
-from megtool.checkpoint.workers.record import WorkerStatus
-from megtool.checkpoint.workers.scan_records import scan_folder, share_scan
-from megtool.checkpoint.workers.shared_scan import SharedScan
 from megtool.console import format_bytes
 from megtool.options.groups import WorkerScanOptions
-from megtool.reports import Report, Row
+from megtool.plan.worker_status import WorkerStatus
+from megtool.process.worker_identity import parse_worker
+from megtool.report.sections import Report, Row
+from megtool.staging.workers.scan_records import scan_folder, share_scan
+from megtool.transport.reading.shared_scan import SharedScan
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 

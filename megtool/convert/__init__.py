@@ -3,9 +3,28 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megtool.convert.blocks import BlockConfigs
-from megtool.convert.canonical import Weight
-from megtool.convert.common_rows import (
+from megtool.convert.config.blocks import BlockConfigs
+from megtool.convert.config.compressed import CompressRatios, CompressRope, HashLayers
+from megtool.convert.config.global_heads import GlobalHeads
+from megtool.convert.config.indexer import IndexerTypes
+from megtool.convert.config.keys import (
+    Default,
+    Derived,
+    EmbeddingSwitch,
+    Key,
+    Larger,
+    NoRope,
+    OneOf,
+    Only,
+    Refused,
+    Rope,
+    RopeInWindows,
+    RopeTemperature,
+    Window,
+)
+from megtool.convert.config.scaled_layers import ScaledLayers
+from megtool.convert.config.shared import GroupedHeads, LayerInputs, SharedKeys
+from megtool.convert.families.decoder_rows import (
     GGUF_DECODER,
     GGUF_EXPERTS,
     GGUF_SHARED_EXPERT,
@@ -39,26 +58,27 @@ from megtool.convert.common_rows import (
     stacked_experts,
     with_bias,
 )
-from megtool.convert.compressed_keys import CompressRatios, CompressRope, HashLayers
-from megtool.convert.config_keys import (
-    Default,
-    Derived,
-    EmbeddingSwitch,
-    Key,
-    Larger,
-    NoRope,
-    OneOf,
-    Only,
-    Refused,
-    Rope,
-    RopeInWindows,
-    RopeTemperature,
-    Window,
+from megtool.convert.families.family import Family
+from megtool.convert.families.mixer_rows import (
+    HF_DELTA_NET,
+    HF_DELTA_NET_INPUTS,
+    HF_GATED_ATTENTION,
+    hf_mamba,
 )
-from megtool.convert.families import Family
-from megtool.convert.global_heads import GlobalHeads
-from megtool.convert.indexer_keys import IndexerTypes
-from megtool.convert.mapping import (
+from megtool.convert.families.nested import LLAVA_NAMES, Nested, llava_towers, tower_modules
+from megtool.convert.families.torchtitan_rows import (
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_BIASED_EXPERTS,
+    TORCHTITAN_EXPERTS,
+    TORCHTITAN_LATENT_ATTENTION,
+    TORCHTITAN_MLP,
+    TORCHTITAN_MODEL,
+    TORCHTITAN_NORMS,
+    TORCHTITAN_PAIRED_ATTENTION,
+    torchtitan_mtp,
+)
+from megtool.convert.language.canonical import Weight
+from megtool.convert.language.mapping import (
     Cat,
     Dropped,
     Grouped,
@@ -79,45 +99,16 @@ from megtool.convert.mapping import (
     in_inner_mtp,
     in_mtp,
 )
-from megtool.convert.mixer_rows import (
-    HF_DELTA_NET,
-    HF_DELTA_NET_INPUTS,
-    HF_GATED_ATTENTION,
-    hf_mamba,
-)
-from megtool.convert.nested import LLAVA_NAMES, Nested, llava_towers, tower_modules
-from megtool.convert.scaled_layers import ScaledLayers
-from megtool.convert.shared_keys import GroupedHeads, LayerInputs, SharedKeys
-from megtool.convert.torchtitan_rows import (
-    TORCHTITAN_ATTENTION,
-    TORCHTITAN_BIASED_EXPERTS,
-    TORCHTITAN_EXPERTS,
-    TORCHTITAN_LATENT_ATTENTION,
-    TORCHTITAN_MLP,
-    TORCHTITAN_MODEL,
-    TORCHTITAN_NORMS,
-    TORCHTITAN_PAIRED_ATTENTION,
-    torchtitan_mtp,
-)
-from megtool.convert.tower_names import QWEN_VISION, QWEN_VISION_ENDS
+from megtool.convert.language.tower_names import QWEN_VISION, QWEN_VISION_ENDS
 
 if TYPE_CHECKING:
-    from megtool.convert.attention_keys import (
+    from megtool.convert.config.attention import (
         LayerRopeBases,
         LocalLayers,
         MptAttention,
         MultiQuery,
     )
-    from megtool.convert.gemma_rows import HF_EXPERTS_BESIDE_MLP, HF_SHARED_KV_ATTENTION
-    from megtool.convert.granite_rows import (
-        HF_GRANITE_EXPERTS,
-        HF_GRANITE_NEW_EXPERTS,
-        granite_shared_expert,
-        granite_single_experts,
-    )
-    from megtool.convert.kimi_keys import KimiDeltaLayers
-    from megtool.convert.kimi_rows import HF_KIMI_DELTA, HF_KIMI_LATENT, HF_KIMI_MLP
-    from megtool.convert.layer_kind_keys import (
+    from megtool.convert.config.layer_kinds import (
         EveryLayer,
         KindKey,
         LayerKinds,
@@ -127,14 +118,7 @@ if TYPE_CHECKING:
         NotedList,
         StepLimit,
     )
-    from megtool.convert.lfm2_rows import (
-        HF_LFM2_ATTENTION,
-        HF_LFM2_EXPERTS,
-        HF_LFM2_MLP,
-        HF_LFM2_MODEL,
-        HF_SHORT_CONV,
-    )
-    from megtool.convert.moe_config_keys import (
+    from megtool.convert.config.moe import (
         Alike,
         Assumed,
         EitherKey,
@@ -147,9 +131,26 @@ if TYPE_CHECKING:
         Nullable,
         Unless,
     )
-    from megtool.convert.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
-    from megtool.convert.short_conv_keys import AdjustedFeedForward
-    from megtool.convert.t5_rows import (
+    from megtool.convert.config.short_conv import AdjustedFeedForward
+    from megtool.convert.config.window_heads import WindowHeads
+    from megtool.convert.families.gemma_rows import HF_EXPERTS_BESIDE_MLP, HF_SHARED_KV_ATTENTION
+    from megtool.convert.families.granite_rows import (
+        HF_GRANITE_EXPERTS,
+        HF_GRANITE_NEW_EXPERTS,
+        granite_shared_expert,
+        granite_single_experts,
+    )
+    from megtool.convert.families.kimi_keys import KimiDeltaLayers
+    from megtool.convert.families.kimi_rows import HF_KIMI_DELTA, HF_KIMI_LATENT, HF_KIMI_MLP
+    from megtool.convert.families.lfm2_rows import (
+        HF_LFM2_ATTENTION,
+        HF_LFM2_EXPERTS,
+        HF_LFM2_MLP,
+        HF_LFM2_MODEL,
+        HF_SHORT_CONV,
+    )
+    from megtool.convert.families.native_rows import HF_DEEPSEEK_V4, HF_MISTRAL_LARGE_3
+    from megtool.convert.families.t5_rows import (
         HF_T5,
         MEGATRON_T5,
         MT5_SIZES,
@@ -157,7 +158,6 @@ if TYPE_CHECKING:
         T5_WEIGHTS,
         t5_keys,
     )
-    from megtool.convert.window_heads import WindowHeads
 
 __all__ = [
     "GGUF_DECODER",
@@ -306,18 +306,18 @@ __all__ = [
 ]
 
 _LAZY = (
-    "moe_config_keys",
-    "layer_kind_keys",
-    "attention_keys",
-    "native_rows",
-    "short_conv_keys",
-    "gemma_rows",
-    "granite_rows",
-    "lfm2_rows",
-    "t5_rows",
-    "kimi_keys",
-    "kimi_rows",
-    "window_heads",
+    "config.moe",
+    "config.layer_kinds",
+    "config.attention",
+    "families.native_rows",
+    "config.short_conv",
+    "families.gemma_rows",
+    "families.granite_rows",
+    "families.lfm2_rows",
+    "families.t5_rows",
+    "families.kimi_keys",
+    "families.kimi_rows",
+    "config.window_heads",
 )
 """Modules of few families, those that most use first."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import dtype
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 

@@ -6,13 +6,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.config import ParallelConfig
-from megtool.convert import megatron
-from megtool.convert.binding import Binding, missing, summarize
-from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
-from megtool.convert.families import Family
-from megtool.convert.hybrid import (
+from megtool.convert.config.hybrid import (
     GPT,
     HYBRID,
     are_hybrid,
@@ -21,15 +16,20 @@ from megtool.convert.hybrid import (
     needs_hybrid,
     to_hybrid,
 )
+from megtool.convert.families.family import Family
+from megtool.convert.families.nested import TIED
 from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
-from megtool.convert.mapping import Row, Table, Tower, first_gap, stack_layers
-from megtool.convert.nested import TIED
-from megtool.convert.sharding import shard
+from megtool.convert.language.binding import Binding, missing, summarize
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel, Weight
+from megtool.convert.language.mapping import Row, Table, Tower, first_gap, stack_layers
+from megtool.convert.megatron import names as megatron
+from megtool.convert.megatron.sharding import shard
 from megtool.convert.whole_towers import check_towers
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
-from megtool.model_config import ModelConfig
-from megtool.model_layers import ATTENTION, MLP
+from megtool.options.layout import ParallelConfig
+from megtool.spec.layer_sets import ATTENTION, MLP
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 __all__ = [

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 ROPE_SCALING = "megtool.rope_scaling"

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from megtool.config import ParallelConfig
-from megtool.convert import megatron
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
-from megtool.convert.sharding import shard
+from megtool.convert.megatron import names as megatron
+from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

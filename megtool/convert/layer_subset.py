@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megtool.convert.config_keys import skip_flags
-from megtool.convert.families import Family
-from megtool.convert.hybrid import kinds_of
-from megtool.convert.moe_config_keys import EitherKey
-from megtool.convert.nested import TEXT_CONFIG
+from megtool.convert.config.hybrid import kinds_of
+from megtool.convert.config.keys import skip_flags
+from megtool.convert.config.moe import EitherKey
+from megtool.convert.families.family import Family
+from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError
-from megtool.model_config import MOST_LAYERS, ModelConfig
+from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 _LAYER = re.compile(r"((?:[^:]+:)?)layers\.(\d+)(\..+)")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, UsageError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import Files
 
 FORMAT = "megtool pruning scores"
 VERSION = 1

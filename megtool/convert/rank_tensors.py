@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
-from megtool.convert.rank_parameters import Box, Parameter, RankPlace
+from megtool.convert.megatron.rank_parameters import Box, Parameter, RankPlace
 from megtool.dtypes import DType
 from megtool.errors import MappingError
 from megtool.tensors.box import Boxes

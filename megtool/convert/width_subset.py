@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
-from megtool.convert.expression import Expression, names_in
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel, Weight
+from megtool.convert.language.expression import Expression, names_in
 from megtool.convert.layer_subset import edited_config
 from megtool.convert.pruning_scores import BY_LAYER, KeptParts
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 _EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts\.)(\d+)(\..+)")
 _AXIS_OF = {

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megtool.child_process import ChildLimits, ChildProcess, LimitError, serve
+from megtool.process.child import ChildLimits, ChildProcess, LimitError, serve
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megtool.checkpoint.work_threads import stream_in_threads
 from megtool.data.documents import Document
 from megtool.errors import UsageError
+from megtool.process.threads import stream_in_threads
 
 if TYPE_CHECKING:
     from megtool.data.indexed import Tokens

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megtool.checkpoint.object_upload import ObjectUpload, write_file
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath, location
-from megtool.checkpoint.storage.part_buffers import PartBuffers
-from megtool.checkpoint.storage.store_probe import probe_store
-from megtool.checkpoint.store_check import check_surroundings
 from megtool.data.dataset_writer import DATA, INDEX, DatasetFiles, add_suffix, dataset_prefix
 from megtool.errors import DestinationError, MegtoolError
+from megtool.staging.destination.store_check import check_surroundings
+from megtool.staging.store.object_upload import ObjectUpload, write_file
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath, location
+from megtool.storage.objects.part_buffers import PartBuffers
+from megtool.storage.objects.probe import probe_store
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from stat import S_ISDIR
 from types import TracebackType
 from typing import Self
 
-from megtool.checkpoint.nested_runs import check_runs_above
-from megtool.checkpoint.storage.file_kinds import describe_kind, is_special
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError, MegtoolError
+from megtool.staging.nested_runs import check_runs_above
+from megtool.storage.file_kinds import describe_kind, is_special
+from megtool.storage.files import Files
+from megtool.storage.lock import LockFile
 
 DATA, INDEX = ".bin", ".idx"
 

@@ -12,9 +12,9 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from megtool.checkpoint.storage.local_copy import local_copy
-from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
+from megtool.storage.local_copy import local_copy
+from megtool.storage.location.path import location
 
 MAX_DOCUMENT_BYTES = 32 << 20
 """The longest document: while it is tokenized, it takes about 75 times as much memory."""

@@ -26,10 +26,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.storage.local_copy import map_file
-from megtool.checkpoint.storage.location import location
 from megtool.data.dataset_writer import DATA, INDEX, add_suffix, dataset_prefix
 from megtool.errors import FormatError, StorageError, UsageError
+from megtool.storage.local_copy import map_file
+from megtool.storage.location.path import location
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")

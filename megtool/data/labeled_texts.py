@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.config import LabelKind
 from megtool.data.dataset import Counts, shuffled
 from megtool.data.documents import Document, documents
 from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Overflow
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, UsageError
+from megtool.options.layout import LabelKind
 
 _PREFERRED, _OTHER, _PROMPT = "chosen", "rejected", "prompt"
 _LABEL = ("label", "labels")

@@ -17,7 +17,7 @@ from megtool.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
-    from megtool.model_config import ModelConfig
+    from megtool.spec.model_config import ModelConfig
 
 Int = NDArray[np.int64]
 

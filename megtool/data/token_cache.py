@@ -22,8 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote, location, require_local
 from megtool.console import Progress, silent
 from megtool.data.dataset_writer import INDEX, add_suffix, dataset_prefix
 from megtool.data.documents import Document, documents, source_bytes
@@ -31,6 +29,8 @@ from megtool.data.indexed import IndexedDataset
 from megtool.data.tokenize_documents import EncodedDocument, encode
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError
+from megtool.storage.files import Files
+from megtool.storage.location.path import is_remote, location, require_local
 
 _VERSION = 1
 _TOKENS, _LENGTHS, _LEARNED, _FACTS = "tokens.bin", "lengths.npy", "learned.bin", "facts.json"

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.formats.auxiliary_files import check_json_size
-from megtool.checkpoint.storage.files import Files, read_file
-from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, MappingError, MissingPackageError
+from megtool.formats.auxiliary_files import check_json_size
+from megtool.storage.files import Files, read_file
+from megtool.storage.location.path import location
 
 if TYPE_CHECKING:
     from megtool.data.chat_template import TemplateRenderer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megtool.checkpoint.plan import ReshardPlan
 from megtool.errors import MappingError, listed
 from megtool.lint.context import read_context
 from megtool.lint.engines import EngineTarget
@@ -13,6 +12,7 @@ from megtool.lint.folder_view import KV_CACHE_SCALES, FolderView, open_folder, p
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.lint.scale_rules import MAX_ELEMENTS
 from megtool.lint.scale_sanity import SCALE_NAMES, check_values
+from megtool.plan.copies import ReshardPlan
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
 from megtool.tensors.box import numel
 

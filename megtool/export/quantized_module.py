@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.catalogue import Catalogue
 from megtool.number_formats.decode import COLUMNS, LOW_RANK_DOWN
 from megtool.number_formats.packed_parts import PackedPart
+from megtool.tensors.catalogue import Catalogue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import RegionReader, TensorFeed
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.errors import FormatError
 from megtool.export.repack_region import (
     PartReader,
@@ -40,9 +36,13 @@ from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.number_formats.element_codes import numbers
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import ConstantFeed, WholeTensorFeed, digest_facts, to_bits
+from megtool.plan.work_units import UNIT_BYTES
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader, TensorFeed
+from megtool.transport.constant_feed import ConstantFeed, WholeTensorFeed, digest_facts, to_bits
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 __all__ = ["WeightSlice", "plan_repack"]
 

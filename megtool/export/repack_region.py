@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as dtype_of
 from megtool.errors import FormatError
 from megtool.export.quantized_module import QuantizedModule
@@ -33,9 +30,12 @@ from megtool.number_formats.packed_parts import PackedPart, trimmed
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.modelopt_tensors import stored_type
-from megtool.reshard.constant_feed import digest_facts, round_to_dtype, to_bits
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader, TargetRegion, count_region_bytes
+from megtool.transport.constant_feed import digest_facts, round_to_dtype, to_bits
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 GivenScales = tuple[tuple[str, NDArray[np.float32]], ...]
 Pair = tuple[int, int]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.workers.record import WorkerStatus
 from megtool.console import format_bytes, several
-from megtool.reports import Report, Row
+from megtool.plan.worker_status import WorkerStatus
+from megtool.report.sections import Report, Row
 from megtool.reshard.written_digests import describe_digests
 
 

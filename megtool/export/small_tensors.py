@@ -8,12 +8,12 @@ from contextlib import closing
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.stored_numbers import StoredNumbers
 from megtool.dtypes import DType
 from megtool.export.quantized_module import QuantizedModule
 from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import round_to_dtype
+from megtool.transport.constant_feed import round_to_dtype
+from megtool.transport.reading.stored_numbers import StoredNumbers
 
 Floats = NDArray[np.float32]
 

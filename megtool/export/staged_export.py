@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import SIDECAR, TOOL, DigestMode, Sidecar
-from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.stage import CheckpointStage
-from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
+from megtool.digests.crc32c import SIDECAR, TOOL, DigestMode, Sidecar
 from megtool.errors import FormatError
 from megtool.export.report import ExportReport
+from megtool.plan.copies import ReshardPlan
+from megtool.plan.execute import CopyReport
 from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
 from megtool.reshard.staged_write import write_staged, written_files
 from megtool.reshard.written_digests import count_digested, write_digests
+from megtool.staging.protocol import CheckpointStage
+from megtool.storage.files import Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

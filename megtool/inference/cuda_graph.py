@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.forward import Forward
-from megtool.kernels.cuda_graphs import CudaGraphs, Function
-from megtool.kernels.graph_rule_checker import graphed
+from megtool.kernels.graphs.cuda_graphs import CudaGraphs, Function
+from megtool.kernels.graphs.rule_checker import graphed
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache
-from megtool.model.paged_cache import BlockTables, PagedCache
+from megtool.model.cache.kv_cache import ContiguousCache
+from megtool.model.cache.paged import BlockTables, PagedCache
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer
-from megtool.kernels.token_statistics import token_log_probs
+from megtool.kernels.vocabulary.token_statistics import token_log_probs
+from megtool.model.attention.context_parallel import check_cache
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KVCache, num_cache_bytes
-from megtool.model.context_attention import check_cache
-from megtool.model.decoder import Decoder
-from megtool.model.moe import MoeMlp
-from megtool.model.mtp import with_mtp_layers
-from megtool.model.paged_cache import PagedCache
-from megtool.model.pipeline import hidden_of_stages
-from megtool.model.source_cache import SourceCache
-from megtool.model_config import ModelConfig
+from megtool.model.cache.kv_cache import ContiguousCache, KVCache, num_cache_bytes
+from megtool.model.cache.paged import PagedCache
+from megtool.model.cache.source import SourceCache
+from megtool.model.moe.experts import MoeMlp
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.mtp import with_mtp_layers
+from megtool.model.stacks.pipeline import hidden_of_stages
 from megtool.parallel.context_parallel import whole_tokens
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.process_groups import ALONE, ProcessGroups
+from megtool.spec.model_config import ModelConfig
 
 
 class ErrorLocation(TypedDict, total=False):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.checkpoint.work_threads import BackgroundCall
-from megtool.convert.megatron import EMBEDDING
+from megtool.convert.megatron.names import EMBEDDING
 from megtool.inference.rank_weights import Weights, group_of
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
+from megtool.process.threads import BackgroundCall
 
 _START, _END = "embedding", "head"
 

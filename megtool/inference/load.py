@@ -11,22 +11,22 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megtool.checkpoint.memory import free_memory
-from megtool.config import ParallelConfig
 from megtool.console import Progress, format_bytes, silent
+from megtool.convert.megatron.sharding import check_layout
 from megtool.convert.rank_tensors import RankCoordinates
-from megtool.convert.sharding import check_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.errors import LayoutError, MappingError, OutOfMemoryError, UsageError
 from megtool.inference.layer_streaming import LayerStreamer, find_streamer, replaced, units_of
 from megtool.inference.rank_weights import Weights
-from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
-from megtool.model.pipeline import build_stages
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import VOCAB_MULTIPLE, Decoder
+from megtool.model.stacks.pipeline import build_stages
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.pipeline_split import divisors
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.source import CheckpointSource
+from megtool.plan.memory import free_memory
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
 
 _SCAN_ELEMENTS = 1 << 22  # elements checked at once, so that temporaries stay small
 

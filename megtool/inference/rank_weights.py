@@ -13,12 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megtool.access.read_boxes import BUFFER_BYTES, BoxRead, BoxReader, PlannedReads
-from megtool.checkpoint import memory
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
-from megtool.convert.binding import missing, summarize
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.dialects import (
     CanonicalView,
     DialectOptions,
@@ -26,8 +21,10 @@ from megtool.convert.dialects import (
     is_optimizer_state,
     write_side,
 )
-from megtool.convert.megatron import is_encoder_decoder
-from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.language.binding import missing, summarize
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
+from megtool.convert.megatron.names import is_encoder_decoder
+from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
     LocalTensor,
     RankCoordinates,
@@ -35,9 +32,12 @@ from megtool.convert.rank_tensors import (
 )
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
-from megtool.reshard.source import CheckpointSource
+from megtool.options.layout import ParallelConfig
+from megtool.plan import memory
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megtool.config import ParallelConfig
 from megtool.console import Progress, format_bytes
 from megtool.errors import (
     LayoutError,
@@ -18,7 +17,8 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.options.groups import RuntimeOptions
-from megtool.reshard.source import CheckpointSource
+from megtool.options.layout import ParallelConfig
+from megtool.source.checkpoint import CheckpointSource
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,8 @@ def on_ranks(
     """
     import torch
 
-    from megtool.kernels import transformer_engine
     from megtool.kernels.dispatch import use
+    from megtool.kernels.transformer_engine import library as transformer_engine
     from megtool.parallel.process_groups import ProcessGroups
 
     layout = manner.layout if layout is None else layout

@@ -12,7 +12,8 @@ from typing import Generic, Literal, ParamSpec, TypeVar, cast, get_args
 import torch
 
 from megtool.errors import UsageError
-from megtool.kernels import launch, transformer_engine
+from megtool.kernels import launch
+from megtool.kernels.transformer_engine import library as transformer_engine
 
 Implementation = Literal["auto", "torch", "compile", "triton", "te"]
 Chosen = Literal["torch", "compile", "triton", "te"]

@@ -23,7 +23,7 @@ from megtool.errors import MissingPackageError
 LONGEST_ROW = 65536
 _TILE = 4096
 
-_SHARED = "megtool.kernels.chunked_triton"  # functions for kernels of other files
+_SHARED = "megtool.kernels.recurrence.chunked_triton"  # functions for kernels of other files
 
 _lock = threading.RLock()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from megtool.checkpoint.formats.quantization_config import online_transforms
+from megtool.formats.safetensors.quantization_config import online_transforms
 from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE
-from megtool.convert.draft_heads import find_draft_head
+from megtool.convert.families.draft_heads import find_draft_head
+from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
 from megtool.lint.finding import Finding, Severity

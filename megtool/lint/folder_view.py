@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS
-from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint, refuse_trtllm_legacy
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files, read_file
 from megtool.errors import FormatError
+from megtool.formats.safetensors.quantization_config import QUANT_FILE, QUANT_KEYS
+from megtool.formats.safetensors.reader import INDEX, open_checkpoint, refuse_trtllm_legacy
 from megtool.number_formats.small_floats import single
+from megtool.storage.files import Files, read_file
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue
+from megtool.transport.reading.reader import CheckpointReader
 
 CONFIG_FILE = "config.json"
 BRANCH: tuple[str, ...] = ("svdquant_lora_a", "svdquant_lora_b")

@@ -1,7 +1,7 @@
 """The weights of a folder, compared with the model that its config.json describes.
 
 The tables of the families say which tensors a model has, and their sizes, and a draft head has
-those of `megtool.convert.draft_heads`. A model of an unknown family is not checked.
+those of `megtool.convert.families.draft_heads`. A model of an unknown family is not checked.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.convert.binding import Binding, missing
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.dialects import CanonicalView, read_side
-from megtool.convert.draft_heads import compare_head
-from megtool.convert.families import Family, detect_family
+from megtool.convert.families.draft_heads import compare_head
+from megtool.convert.families.family import Family, detect_family
+from megtool.convert.language.binding import Binding, missing
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import dtype
 from megtool.errors import MappingError, UnknownTensorsError
 from megtool.tensors.sharded import GlobalTensor

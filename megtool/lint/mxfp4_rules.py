@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE
+from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget
 from megtool.lint.expected import ExpectedModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE
+from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
 from megtool.quant.recipes.formats import PLAIN_ALGOS

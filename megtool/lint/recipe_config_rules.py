@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megtool.checkpoint.formats.quantization_config import QUANT_FILE, QUANT_KEYS, TRANSFORMS_KEY
-from megtool.checkpoint.formats.safetensors import INDEX
-from megtool.checkpoint.storage.files import Files
+from megtool.formats.safetensors.quantization_config import QUANT_FILE, QUANT_KEYS, TRANSFORMS_KEY
+from megtool.formats.safetensors.reader import INDEX
 from megtool.lint.expected import ExpectedModel
 from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
 from megtool.lint.quant_config import MIXED, QuantConfig, iterate_layers
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, PLAIN_ALGOS, SMOOTHED_ALGOS
 from megtool.quant.recipes.match import Decision
+from megtool.storage.files import Files
 
 _ABSENT = object()
 

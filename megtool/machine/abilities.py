@@ -78,7 +78,7 @@ def _kernels_triton(hardware: Hardware) -> Ability:
 
 
 def _kernels_te(hardware: Hardware) -> Ability:
-    from megtool.kernels.transformer_engine import load
+    from megtool.kernels.transformer_engine.library import load
 
     name = "--kernels te"
     try:

@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.memory import free_memory
+from megtool.plan.memory import free_memory
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels.cuda_graphs import is_checking_graph_rules
+from megtool.kernels.graphs.cuda_graphs import is_checking_graph_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

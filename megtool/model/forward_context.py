@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from megtool.kernels.attention_mask import Mask
-from megtool.model.key_windows import KeyWindows
+from megtool.kernels.attention.mask import Mask
+from megtool.model.cache.key_windows import KeyWindows
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
-    from megtool.model.cache import KeySpan, KVCache
-    from megtool.model.dropout import Draws
+    from megtool.model.cache.kv_cache import KeySpan, KVCache
+    from megtool.model.cache.source import EncodedSource
+    from megtool.model.layers.dropout import Draws
     from megtool.model.masks import Masks
-    from megtool.model.rotary import Rotary, Rotation
-    from megtool.model.source_cache import EncodedSource
+    from megtool.model.positions.rotary import Rotary, Rotation
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megtool.kernels.attention_mask import Mask, Segments, Slopes
-from megtool.model.alibi import slopes_of
-from megtool.model.cache import KeySpan
-from megtool.model.rotary import has_rotation
-from megtool.model_config import ModelConfig
+from megtool.kernels.attention.mask import Mask, Segments, Slopes
+from megtool.model.cache.kv_cache import KeySpan
+from megtool.model.positions.alibi import slopes_of
+from megtool.model.positions.rotary import has_rotation
 from megtool.parallel.context_parallel import chunk_size, chunks_of
 from megtool.parallel.process_groups import ALONE, Group
+from megtool.spec.model_config import ModelConfig
 
 
 def masks_of(

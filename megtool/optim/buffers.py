@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megtool.errors import MappingError, UsageError
 from megtool.optim.flat_shards import rank_part
-from megtool.optim.fp8.fp8_weights import Fp8Weight, make_fp8_weight, marked_block
+from megtool.optim.fp8.weights import Fp8Weight, make_fp8_weight, marked_block
 from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Span
 from megtool.parallel.process_groups import ALONE, Group

@@ -24,8 +24,8 @@ from megtool.optim.buffers import (
 )
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.flat_shards import Pending
-from megtool.optim.fp8.fp8_param_gather import gather_quantized
-from megtool.optim.fp8.fp8_weights import marked_block, release
+from megtool.optim.fp8.weights import marked_block, release
+from megtool.optim.fp8_param_gather import gather_quantized
 from megtool.optim.grad_reduce import GradReduce
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.param_gather import ParamGather

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megtool.optim.fp8.fp8_weights import find_fp8_weight
+from megtool.optim.fp8.weights import find_fp8_weight
 from megtool.optim.segments import Segment, Span
 
 ALIGNED = 64  # elements: whole vectors, and whole lines of the cache, of any CPU

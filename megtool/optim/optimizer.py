@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megtool.errors import CheckpointError, MappingError, UsageError
 from megtool.kernels.dispatch import requested_implementation
 from megtool.optim.config import OptimizerConfig
-from megtool.optim.fp8.fp8_weights import weight_values
+from megtool.optim.fp8.weights import weight_values
 from megtool.optim.grad_norm import (
     clip_coefficient,
     find_nonfinite,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.kernels.transformer_engine import load
+from megtool.kernels.transformer_engine.library import load
 from megtool.optim.segments import Segment
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

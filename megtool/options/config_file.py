@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megtool.checkpoint.storage.location import location
 from megtool.errors import FormatError, StorageError, UsageError
 from megtool.options.field import convert_value, flag, option_fields
+from megtool.storage.location.path import location
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from megtool.checkpoint.storage.location import location
 from megtool.errors import UsageError
+from megtool.storage.location.path import location
 
 REQUIRED: Any = MISSING
 """The default of an option that has to be given."""

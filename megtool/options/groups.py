@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.options.effects import requires
 from megtool.options.field import LAYOUT, Options, layout_size, option
+from megtool.options.layout import ParallelConfig
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous"
 TEXT, RUNNING = "Text", "Running"

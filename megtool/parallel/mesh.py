@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig
 
 Ranks = NDArray[np.int64]
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"

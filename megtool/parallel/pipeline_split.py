@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.config import ParallelConfig, pipeline_chunks
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig, pipeline_chunks
 
 Ints = NDArray[np.int64]
 

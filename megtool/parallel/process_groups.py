@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import MEGATRON_ORDER, Mesh, Ranks
 from megtool.parallel.pipeline_split import divisors, near
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.kernels.attention import (
+from megtool.kernels.attention.dot_product import (
     attention_part,
     attention_part_gradients,
     sinks_gradient,
     with_sinks,
 )
-from megtool.kernels.attention_mask import AttentionSizes, Mask
-from megtool.kernels.attention_tiles import ScoreRule, merge
+from megtool.kernels.attention.mask import AttentionSizes, Mask
+from megtool.kernels.attention.tiles import ScoreRule, merge
 from megtool.parallel.collectives import start_shift
 from megtool.parallel.process_groups import Group
 

@@ -19,33 +19,33 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megtool.checkpoint.containers.te_extra_state import ExtraState
-from megtool.checkpoint.storage.file_kinds import describe_kind
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.store_check import check_free, check_object
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
-from megtool.number_formats.delayed_scaling import INPUT
-from megtool.options.groups import SourceOptions
-from megtool.reports import Report, Row, Section, Table, fold_names
-from megtool.reshard.fp8_state.checks import is_single_linear
-from megtool.reshard.fp8_state.collect import (
+from megtool.fp8_state.checks import is_single_linear
+from megtool.fp8_state.collect import (
     FP8ScalingState,
     collect_fp8_state,
     require_fp8_state,
     require_known_experts,
 )
-from megtool.reshard.fp8_state.modelopt_amax import AmaxBuffer, is_amax_buffer
-from megtool.reshard.fp8_state.weight_amax import WEIGHT, find_sites
-from megtool.reshard.megatron.extra_state_names import Site
-from megtool.reshard.open_source import TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.fp8_state.modelopt_amax import AmaxBuffer, is_amax_buffer
+from megtool.fp8_state.weight_amax import WEIGHT, find_sites
+from megtool.megatron_state.extra_states.names import Site
+from megtool.megatron_state.extra_states.te_state import ExtraState
+from megtool.number_formats.delayed_scaling import INPUT
+from megtool.options.groups import SourceOptions
+from megtool.report.sections import Report, Row, Section, Table, fold_names
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import TensorFilter, open_source
+from megtool.staging.destination.store_check import check_free, check_object
+from megtool.storage.file_kinds import describe_kind
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
-    from megtool.quant.calibration.activation_sites import ActivationSite
-    from megtool.quant.calibration.statistics import ActivationStatistics
+    from megtool.quant.statistics.activation_sites import ActivationSite
+    from megtool.quant.statistics.site_statistics import ActivationStatistics
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -85,8 +85,8 @@ def derive_amax(
         MappingError: the model is unknown.
         DestinationError: the destination exists.
     """
-    from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.recipes.modules import list_modules
+    from megtool.quant.statistics.activation_sites import list_activation_sites
 
     _check_destination(destination, overwrite)
     scaling_source = open_source(path, options, lenient=True, optimizer=False)
@@ -217,7 +217,7 @@ def _statistics(
 ) -> tuple[dict[str, ActivationStatistics], list[DerivedAmax]]:
     """Make the statistics of each site, with the modules that they come from."""
     from megtool.quant.calibration.expert_coverage import MIN_EXPERT_TOKENS
-    from megtool.quant.calibration.statistics import ActivationStatistics
+    from megtool.quant.statistics.site_statistics import ActivationStatistics
 
     out: dict[str, ActivationStatistics] = {}
     derived: list[DerivedAmax] = []

@@ -12,7 +12,7 @@ from megtool.quant.recipes.advice import find_advice
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.resolve import ResolvedRecipe
-from megtool.reports import Report, Row, Section, Table, count, fold_names, shown
+from megtool.report.sections import Report, Row, Section, Table, count, fold_names, shown
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 

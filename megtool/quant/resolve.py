@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.storage.location import location
 from megtool.errors import MappingError
+from megtool.fp8_state.modelopt_amax import is_amax_buffer
 from megtool.options.groups import AdaptedSourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
@@ -22,9 +22,9 @@ from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import RecipeProblems
 from megtool.quant.rotation.rotate import rotate
-from megtool.reshard.fp8_state.modelopt_amax import is_amax_buffer
-from megtool.reshard.open_source import TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import TensorFilter, open_source
+from megtool.storage.location.path import location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,35 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool import __version__
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import TOOL, Sidecar, TensorDigest
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.plan import DroppedItem, Op, PlanSource, ReshardPlan
-from megtool.checkpoint.plan_flows import sum_flows
-from megtool.checkpoint.plan_summary import PlanSummary, summarize
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.stage import CheckpointStage
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.console import Progress
+from megtool.digests.crc32c import TOOL, Sidecar, TensorDigest
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
-from megtool.reshard.average import Average, averaged_sources, dropped_optimizers
+from megtool.plan.copies import DroppedItem, Op, PlanSource, ReshardPlan
+from megtool.plan.execute import CopyReport
+from megtool.plan.flows import sum_flows
+from megtool.plan.planner import build_plan
+from megtool.plan.summary import PlanSummary, summarize
+from megtool.process.worker_identity import WorkerIdentity
 from megtool.reshard.inventory import Inventory, take_inventory
-from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.merge import AdapterMerge, check_merge, collect_updates
 from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import WriteOptions, write_staged
 from megtool.reshard.target import make_target
-from megtool.reshard.width_subset import describe_kept
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.written_digests import write_digests
+from megtool.run_state.optimizer import NONE
+from megtool.source.average import Average, averaged_sources, dropped_optimizers
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.merge import AdapterMerge, check_merge, collect_updates
+from megtool.source.subset.widths import describe_kept
+from megtool.staging.protocol import CheckpointStage
+from megtool.storage.files import Files
 from megtool.tensors.placement import Placement
+from megtool.transport.reading.parallel_scan import default_threads
 
 if TYPE_CHECKING:
-    from megtool.reshard.constant_feed import ConstantFeed
     from megtool.reshard.readback_compare import ReadbackReport
+    from megtool.transport.constant_feed import ConstantFeed
 
 _LOG = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _planning_worker(
         return None
     store = execution.find_copying_store(destination)
     if store is not None:
-        from megtool.checkpoint.part_plan import can_copy_from
+        from megtool.staging.store.part_plan import can_copy_from
 
         if can_copy_from(store, [s.catalogue for s in (source, *others)]):
             return None
@@ -205,7 +205,7 @@ def _planning_worker(
 
 def _constant_feed(target: Target, constants: Mapping[str, NDArray[np.float32]]) -> ConstantFeed:
     """The feed of tensors with new values, which the target then reads from nowhere else."""
-    from megtool.reshard.constant_feed import ConstantFeed, round_to_dtype
+    from megtool.transport.constant_feed import ConstantFeed, round_to_dtype
 
     catalogue = target.destination.catalogue
     placements = {n: p for n, p in target.side.placements.items() if p.stored not in constants}

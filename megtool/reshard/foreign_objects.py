@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.containers.pickle_file import is_pickle_file, recode_pickle_file
-from megtool.checkpoint.containers.pickle_globals import ALLOWED_GLOBALS
-from megtool.checkpoint.containers.pickle_rewrite import drop_problems
-from megtool.checkpoint.containers.pickle_rules import find_problems
-from megtool.checkpoint.containers.pickle_writer import DROP_OBJECTS_HINT
-from megtool.checkpoint.formats.auxiliary_files import has_pickles
-from megtool.checkpoint.formats.header_reader import read_exact
-from megtool.checkpoint.megatron_metadata import read_object
-from megtool.checkpoint.plan import DroppedItem
 from megtool.convert.dialects import TargetView
 from megtool.errors import FormatError, listed
-from megtool.reshard.foreign_tensors import find_foreign_tensors, is_extra_state_tensor
-from megtool.reshard.megatron.rank_objects import MODELOPT
-from megtool.reshard.nested_items import find_item_problems
-from megtool.reshard.source import CheckpointSource
+from megtool.formats.auxiliary_files import has_pickles
+from megtool.formats.header_reader import read_exact
+from megtool.megatron_state.ranks.objects import MODELOPT
+from megtool.megatron_state.saved_objects import read_object
+from megtool.pickles.allow_list import ALLOWED_GLOBALS
+from megtool.pickles.rewrite import drop_problems
+from megtool.pickles.rules import find_problems
+from megtool.pickles.small_files import is_pickle_file, recode_pickle_file
+from megtool.pickles.writer import DROP_OBJECTS_HINT
+from megtool.plan.copies import DroppedItem
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.foreign_tensors import find_foreign_tensors, is_extra_state_tensor
+from megtool.source.nested_items import find_item_problems
+from megtool.tensors.catalogue import Catalogue, StoredObject
 from megtool.tensors.sharded import Shards
 
 _PREFIX = "common state: "

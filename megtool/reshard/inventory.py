@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
-from megtool.checkpoint.plan import DroppedItem, Op, ReshardPlan
-from megtool.checkpoint.storage.files import read_file
-from megtool.reshard.source import CheckpointSource
+from megtool.formats.auxiliary_files import MODELOPT_FOLDER
+from megtool.plan.copies import DroppedItem, Op, ReshardPlan
 from megtool.reshard.writers.target_spec import Target
+from megtool.source.checkpoint import CheckpointSource
+from megtool.storage.files import read_file
 
 TENSORS, OBJECTS, FILES = "tensors", "objects", "files"
 KINDS = (TENSORS, OBJECTS, FILES)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.plan import Op, ReshardPlan
 from megtool.errors import DigestError, FormatError, MegtoolError, StorageError
-from megtool.reshard.open_source import TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.formats import open_checkpoint
+from megtool.plan.copies import Op, ReshardPlan
 from megtool.reshard.staged_headers import READBACK_HINT, refuse_foreign_states
 from megtool.reshard.writers.target_spec import Target
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import TensorFilter, open_source
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
 
 

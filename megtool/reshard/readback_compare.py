@@ -9,30 +9,30 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.compare import (
+from megtool.digests.compare import (
     ComparedSource,
     ReadableView,
     TensorDelta,
     TensorPair,
     compare,
 )
-from megtool.checkpoint.plan import Op, ReshardPlan
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.replicas import pair_replicas
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import add_shift, cast, limit_torch_threads
-from megtool.checkpoint.transport.reduce import sum_dtype
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.weight_update import UpdateAdder, WeightUpdate
 from megtool.dtypes import DType
 from megtool.errors import DigestError
+from megtool.plan.copies import Op, ReshardPlan
 from megtool.reshard.readback import find_written, open_tree
-from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_headers import READBACK_HINT
 from megtool.reshard.writers.target_spec import Target
+from megtool.source.checkpoint import CheckpointSource
+from megtool.storage.files import Files
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement, narrow, refine
+from megtool.transport.cast import add_shift, cast, limit_torch_threads
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.reduce import sum_dtype
+from megtool.transport.replicas import pair_replicas
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
+from megtool.transport.weight_update import UpdateAdder, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megtool.checkpoint.formats import RANK_SHARDED_FORMATS
-from megtool.checkpoint.plan import DroppedItem
-from megtool.checkpoint.plan_flows import FileFlows
-from megtool.checkpoint.plan_summary import PlanSummary
 from megtool.console import format_bytes
 from megtool.errors import listed
-from megtool.reports import Report, Row, Section
+from megtool.formats import RANK_SHARDED_FORMATS
+from megtool.plan.copies import DroppedItem
+from megtool.plan.flows import FileFlows
+from megtool.plan.summary import PlanSummary
+from megtool.report.sections import Report, Row, Section
 from megtool.reshard.inventory import OBJECTS, Inventory
 from megtool.reshard.written_digests import describe_digests
 
 if TYPE_CHECKING:
-    from megtool.checkpoint.workers.record import WorkerStatus
-    from megtool.reshard.megatron.amax_report import AmaxReport
-    from megtool.reshard.merge import AdapterMerge
+    from megtool.megatron_state.extra_states.amax_report import AmaxReport
+    from megtool.plan.worker_status import WorkerStatus
+    from megtool.source.merge import AdapterMerge
 
 _NESTED = ("plan", "inventory", "merges", "amax", "worker", "flows")
 

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
-from megtool.gc_pause import paused_collection
+from megtool.plan.copies import ReshardPlan
+from megtool.process.gc_pause import paused_collection
 from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source import CheckpointSource
 from megtool.reshard.source_options import SelectionOptions
 from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.source.checkpoint import CheckpointSource
+from megtool.storage.files import Files
 
 
 def reshard_checkpoint(

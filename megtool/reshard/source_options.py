@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.formats.save_folder import is_save_folder
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
+from megtool.formats.save_folder import is_save_folder
 from megtool.options.groups import SourceOptions
-from megtool.reshard.average import Average, check_same_model, parse_shares
-from megtool.reshard.layer_subset import without_excluded_mtp
-from megtool.reshard.megatron.optimizer import NONE
-from megtool.reshard.merge import AdapterMerge, open_merges
-from megtool.reshard.open_source import NameFilter, TensorFilter, name_filter, open_source
-from megtool.reshard.source import CheckpointSource, ModelIdentity
-from megtool.reshard.width_subset import PRUNE_NOTHING, PruningOptions
 from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.run_state.optimizer import NONE
+from megtool.source.average import Average, check_same_model, parse_shares
+from megtool.source.checkpoint import CheckpointSource, ModelIdentity
+from megtool.source.merge import AdapterMerge, open_merges
+from megtool.source.open import NameFilter, TensorFilter, name_filter, open_source
+from megtool.source.subset.layers import without_excluded_mtp
+from megtool.source.subset.widths import PRUNE_NOTHING, PruningOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

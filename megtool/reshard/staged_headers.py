@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.stage import CheckpointStage
 from megtool.errors import FormatError, MegtoolError, StorageError, listed
-from megtool.reshard.foreign_tensors import find_foreign_tensors
+from megtool.plan.copies import ReshardPlan
+from megtool.source.foreign_tensors import find_foreign_tensors
+from megtool.staging.protocol import CheckpointStage
+from megtool.tensors.catalogue import Catalogue
 
 READBACK_HINT = "nothing was put in place; run the command again, and check memory and disk"
 _STATE_HINT = "nothing was put in place; --exclude NAME leaves the tensor out"
@@ -86,13 +86,13 @@ def _entries(catalogue: Catalogue, number: int) -> Iterator[_Entry]:
 
 
 def _open_gguf(path: Path) -> Catalogue:
-    from megtool.checkpoint.formats.gguf import open_as_stored
+    from megtool.formats.gguf.reader import open_as_stored
 
     return open_as_stored(path)
 
 
 def _open_safetensors(path: Path) -> Catalogue:
-    from megtool.checkpoint.formats.safetensors import open_as_stored
+    from megtool.formats.safetensors.reader import open_as_stored
 
     return open_as_stored(path)
 

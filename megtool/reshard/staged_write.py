@@ -10,24 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.copy import CopyReport, PlanCopy, execute
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.parallel_scan import default_threads
-from megtool.checkpoint.plan import ReshardPlan
-from megtool.checkpoint.stage import CheckpointStage
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.console import Progress
+from megtool.digests.crc32c import DigestMode
 from megtool.errors import FormatError, UsageError
+from megtool.plan.copies import ReshardPlan
+from megtool.plan.execute import CopyReport, PlanCopy, execute
+from megtool.process.worker_identity import WorkerIdentity
 from megtool.reshard.staged_headers import check_headers
 from megtool.reshard.written_digests import write_digests
+from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.protocol import CheckpointStage
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath
+from megtool.transport.reading.parallel_scan import default_threads
 
 if TYPE_CHECKING:
-    from megtool.checkpoint.storage.store import Store
-    from megtool.checkpoint.store_stage import StoreStage
-    from megtool.checkpoint.workers.share_copy import SharedStage
+    from megtool.staging.store.stage import StoreStage
+    from megtool.staging.workers.share_copy import SharedStage
+    from megtool.storage.stores.protocol import Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,17 +86,17 @@ class WriteOptions:
             return self._follow_plan(stage, plan, rewrites_data)
         if self.worker is None:
             return StagingFolder(destination, **run)
-        from megtool.checkpoint.workers.shared_staging import SharedStaging
+        from megtool.staging.workers.shared_folder import SharedStaging
 
         return SharedStaging(destination, rewrites_data=rewrites_data, **run)
 
     def _store_stage(self) -> type[StoreStage]:
         # Imported where needed, as what workers share is: a tenth of the start of a local run.
         if self.worker is None:
-            from megtool.checkpoint.store_stage import StoreStage
+            from megtool.staging.store.stage import StoreStage
 
             return StoreStage
-        from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
+        from megtool.staging.workers.shared_store import SharedStoreStage
 
         return SharedStoreStage
 
@@ -121,11 +121,11 @@ class WriteOptions:
                 hint="--worker 0/1, or a local destination",
             )
         if rewrites_data:
-            from megtool.checkpoint.spooled_stage import SpooledStage
+            from megtool.staging.store.spooled import SpooledStage
 
             return SpooledStage(stage)
         if plan is not None:
-            from megtool.checkpoint.part_plan import plan_file_parts
+            from megtool.staging.store.part_plan import plan_file_parts
 
             store = self.find_copying_store(stage.destination)
             stage.follow_plan(
@@ -247,8 +247,8 @@ class _StagedWrite:
             _LOG.warning("%s", message)
 
     def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
-        from megtool.checkpoint.workers.record import WorkerStatus
-        from megtool.checkpoint.workers.share_copy import copy_share, merge_shares, own_units
+        from megtool.plan.worker_status import WorkerStatus
+        from megtool.staging.workers.share_copy import copy_share, merge_shares, own_units
 
         if not _has_versions(self.plan):
             self.stage.messages.append(_NO_VERSIONS)

@@ -10,17 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
-from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.formats import (
-    ARRAY_FORMATS,
-    RANK_SHARDED_FORMATS,
-    STATE_DICT_FORMATS,
-    find_format,
-)
-from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor
-from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megtool.checkpoint.plan import DroppedItem
-from megtool.config import LayoutOptions, ParallelConfig
+from megtool.convert.config.hybrid import HYBRID
 from megtool.convert.dialects import (
     STATE_FIRST,
     STATE_LAST,
@@ -31,24 +21,34 @@ from megtool.convert.dialects import (
     is_optimizer_state,
     write_side,
 )
-from megtool.convert.hybrid import HYBRID
-from megtool.convert.megatron import is_megatron
-from megtool.convert.megatron_args import megatron_limits
-from megtool.convert.nested import MEGATRON_PREFIX
-from megtool.convert.parallel_args import OWN_SPLIT, layout_fields, merged_layout
-from megtool.convert.sections import has_parts
+from megtool.convert.families.nested import MEGATRON_PREFIX
+from megtool.convert.megatron.args import megatron_limits
+from megtool.convert.megatron.names import is_megatron
+from megtool.convert.megatron.parallel_args import OWN_SPLIT, layout_fields, merged_layout
+from megtool.convert.megatron.sections import has_parts
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
-from megtool.reshard.foreign_objects import screen_renamed, screen_source
-from megtool.reshard.megatron.master_weight_check import (
+from megtool.formats import (
+    ARRAY_FORMATS,
+    RANK_SHARDED_FORMATS,
+    STATE_DICT_FORMATS,
+    find_format,
+)
+from megtool.megatron_state.optimizer.master_weight_check import (
     check_masters,
 )
-from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, uses_local_layers
-from megtool.reshard.open_source import tensor_blocks
-from megtool.reshard.repeated_tensors import find_false_copies
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.megatron_state.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
+from megtool.megatron_state.saved_objects import saved_args, vocab_divisor
+from megtool.options.layout import LayoutOptions, ParallelConfig
+from megtool.plan.copies import DroppedItem
+from megtool.reshard.foreign_objects import screen_renamed, screen_source
 from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
+from megtool.run_state.optimizer import LEGACY, choose_optimizer, uses_local_layers
+from megtool.source.checkpoint import CheckpointSource, unknown_model
+from megtool.source.open import tensor_blocks
+from megtool.source.repeated_tensors import find_false_copies
+from megtool.tensors.catalogue import Catalogue, Destination
 
 MEGATRON = ("torch_dist", "megatron")
 """Formats whose tensors have Megatron's names."""

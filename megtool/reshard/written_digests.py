@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import (
+from megtool.console import several
+from megtool.digests.crc32c import (
     SIDECAR,
     TOOL,
     DigestMode,
@@ -16,12 +16,12 @@ from megtool.checkpoint.digest import (
     StoredDigest,
     encode_sidecar,
 )
-from megtool.checkpoint.embedded_digests import embed_digests, embed_nothing, list_sections
-from megtool.checkpoint.file_digests import digest_tree, read_sections
-from megtool.checkpoint.plan import Op, ReshardPlan
-from megtool.checkpoint.stage import CheckpointStage
-from megtool.checkpoint.storage.location import is_remote
-from megtool.console import several
+from megtool.digests.embedded import embed_digests, embed_nothing, list_sections
+from megtool.digests.files import digest_tree, read_sections
+from megtool.plan.copies import Op, ReshardPlan
+from megtool.plan.execute import CopyReport
+from megtool.staging.protocol import CheckpointStage
+from megtool.storage.location.path import is_remote
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

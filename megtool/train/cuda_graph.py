@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
-from megtool.kernels.graph_rule_checker import graphed
-from megtool.kernels.graphed_passes import GraphedPass, graphed_pass
+from megtool.kernels.graphs.graphed_passes import GraphedPass, graphed_pass
+from megtool.kernels.graphs.rule_checker import graphed
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.dropout import draw_seed, seeded_by
-from megtool.model.pipeline import PipelineSchedule, StageLink
-from megtool.model_config import ModelConfig
+from megtool.model.layers.dropout import draw_seed, seeded_by
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule, StageLink
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.scaler import DynamicGradScaler
-from megtool.train.config import TrainConfig
+from megtool.spec.model_config import ModelConfig
+from megtool.train.options.config import TrainConfig
 
 _LOG = logging.getLogger(__name__)
 

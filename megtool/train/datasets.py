@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.config import LabelKind
 from megtool.console import Progress, silent
-from megtool.convert.label_head import label_names
+from megtool.convert.families.label_head import label_names
 from megtool.data.dataset import BlendedDataset, TokenDataset
 from megtool.data.fill_in_middle import FillInMiddle, FimTokens
 from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
@@ -20,10 +19,11 @@ from megtool.data.open_dataset import RowOptions, open_dataset
 from megtool.data.source_target import SourceTarget
 from megtool.data.token_cache import Encoding, is_indexed
 from megtool.errors import MegtoolError, UsageError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import LabelKind
 from megtool.parallel.process_groups import ALONE, Group
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_plan import row_length
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import Tensor
 from megtool.data.packing import IGNORED
 from megtool.inference.collate import RowDataset, collate_rows, pad_rows
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import stream_hidden
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import stream_hidden
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 

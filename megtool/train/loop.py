@@ -23,20 +23,20 @@ from megtool.console import Progress, silent
 from megtool.errors import TrainingError
 from megtool.inference.collate import RowDataset, collate_rows
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.flops import training_flops
-from megtool.model.pipeline import PipelineSchedule
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.flops import training_flops
+from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicGradScaler
 from megtool.optim.schedules import LRSchedule
 from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState
 from megtool.train.checkpointing.retention import has_iteration, prune_checkpoints
-from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import GraphedPipeline, GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
 from megtool.train.features.registry import TrainingFeatures
 from megtool.train.nonfinite import find_nonfinite_parameter, find_nonfinite_tensor, nonfinite_error
+from megtool.train.options.config import TrainConfig
 from megtool.train.prefetch import RowPrefetcher
 from megtool.train.profile import StepProfiler
 from megtool.train.run_log import RunLog, format_line

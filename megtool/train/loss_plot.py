@@ -6,9 +6,9 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import MissingPackageError
+from megtool.storage.files import Files
+from megtool.storage.location.path import is_remote
 
 PLOT_FILE = "loss.png"
 _SMOOTHED = 0.9

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megtool.errors import TrainingError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import microbatches, stream_hidden
-from megtool.optim.fp8.fp8_weights import weight_values
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import microbatches, stream_hidden
+from megtool.optim.fp8.weights import weight_values
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.tensors.dtensor_shards import local_shard
 

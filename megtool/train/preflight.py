@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from megtool.config import ParallelConfig
-from megtool.convert.sharding import check_layout
+from megtool.convert.megatron.sharding import check_layout
 from megtool.errors import LayoutError, UsageError
 from megtool.inference.runtime import usual_device
-from megtool.kernels import transformer_engine
-from megtool.model.context_attention import check_exchange
-from megtool.model.decoder import check_direction
-from megtool.model.fully_shard import require_fully_shard
-from megtool.model.pipeline import build_stages
-from megtool.model.router import check_trainable
-from megtool.model_config import ModelConfig
+from megtool.kernels.transformer_engine import library as transformer_engine
+from megtool.model.attention.context_parallel import check_exchange
+from megtool.model.moe.router import check_trainable
+from megtool.model.stacks.decoder import check_direction
+from megtool.model.stacks.fully_shard import require_fully_shard
+from megtool.model.stacks.pipeline import build_stages
 from megtool.options.field import flag
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups, check_instances
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
 from megtool.train.cuda_graph import check_graphs
 from megtool.train.features.registry import add_feature_parameters, check_features
-from megtool.train.overlap_options import check_overlap_of_model
+from megtool.train.options.config import TrainConfig
+from megtool.train.options.overlap import check_overlap_of_model
 from megtool.train.run_plan import make_lr_schedule, plan_run, row_length
 
 

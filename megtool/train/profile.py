@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import UsageError
-from megtool.train.profile_options import ProfileOptions
+from megtool.storage.files import Files
+from megtool.storage.location.path import is_remote
+from megtool.train.options.profile import ProfileOptions
 
 PROFILE_FOLDER = "profile"
 _NUM_ROWS = 40

@@ -13,18 +13,28 @@ import torch
 
 from megtool.console import Progress
 from megtool.dtypes import dtype
-from megtool.model.decoder import Decoder
-from megtool.model.fully_shard import FullyShard
-from megtool.model.recompute import recompute
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.fully_shard import FullyShard
+from megtool.model.stacks.recompute import recompute
 from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.source import CheckpointSource
-from megtool.train.build_model import load_for_training
+from megtool.source.checkpoint import CheckpointSource
 from megtool.train.checkpointing.megatron_common_state import seed_random_states
 from megtool.train.checkpointing.megatron_template import make_save_template
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.quantizer_state import QuantizerState
-from megtool.train.checkpointing.resume_point import (
+from megtool.train.checkpointing.save import TorchDistSaver
+from megtool.train.checkpointing.save_template import SaveTemplate
+from megtool.train.datasets import TrainDatasets, open_datasets
+from megtool.train.features.protocol import FeatureInputs
+from megtool.train.features.registry import TrainingFeatures, is_model_frozen
+from megtool.train.loop import TrainJob, TrainOutcome, train
+from megtool.train.model.build import load_for_training
+from megtool.train.model.packed_base import KeepPacked
+from megtool.train.options.config import TrainConfig
+from megtool.train.options.overlap import let_overlap
+from megtool.train.preflight import check_plan
+from megtool.train.resume_point import (
     cache_folder,
     check_loaded,
     claim_folder,
@@ -35,17 +45,7 @@ from megtool.train.checkpointing.resume_point import (
     warn_stale_tracker,
     with_batch_size,
 )
-from megtool.train.checkpointing.run_identity import RunIdentity, sample_fingerprint
-from megtool.train.checkpointing.save import TorchDistSaver
-from megtool.train.checkpointing.save_template import SaveTemplate
-from megtool.train.config import TrainConfig
-from megtool.train.datasets import TrainDatasets, open_datasets
-from megtool.train.features.protocol import FeatureInputs
-from megtool.train.features.registry import TrainingFeatures, is_model_frozen
-from megtool.train.loop import TrainJob, TrainOutcome, train
-from megtool.train.overlap_options import let_overlap
-from megtool.train.packed_base import KeepPacked
-from megtool.train.preflight import check_plan
+from megtool.train.run_identity import RunIdentity, sample_fingerprint
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import (
     RunPlan,

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import MissingPackageError, StorageError
+from megtool.storage.files import Files
+from megtool.storage.location.path import is_remote
 
 _LOG = logging.getLogger(__name__)
 

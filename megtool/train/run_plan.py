@@ -9,17 +9,17 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from megtool.errors import LayoutError, UsageError
-from megtool.train.config import TrainConfig
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
-    from megtool.config import ParallelConfig
-    from megtool.model.decoder import Decoder
-    from megtool.model_config import ModelConfig
+    from megtool.model.stacks.decoder import Decoder
     from megtool.optim.config import GroupRule, OptimizerConfig
     from megtool.optim.optimizer import Optimizer
     from megtool.optim.param_groups import ParamGroup
     from megtool.optim.schedules import LRSchedule
+    from megtool.options.layout import ParallelConfig
     from megtool.parallel.process_groups import ProcessGroups
+    from megtool.spec.model_config import ModelConfig
 
 _MOST_LENGTH = 2048
 
@@ -99,7 +99,7 @@ def plan_run(
 
         chunk_size(seq_length, cp)
     if settings.sequence_parallel:
-        from megtool.model.decoder import rows_of_rank
+        from megtool.model.stacks.decoder import rows_of_rank
 
         for length in (seq_length, target_length):
             rows_of_rank(settings.micro_batch_size * length // cp, tp, cp)
@@ -293,7 +293,7 @@ def make_optimizer(
     from megtool.optim.replicated import ReplicatedOptimizer
 
     if settings.is_fully_sharded:
-        from megtool.model.fully_shard import sharded_modules
+        from megtool.model.stacks.fully_shard import sharded_modules
         from megtool.optim.fully_sharded import FullyShardedOptimizer
 
         return FullyShardedOptimizer(named, config, groups, modules=sharded_modules(stages))

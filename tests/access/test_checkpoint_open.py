@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megtool
-from megtool.checkpoint.storage.files import Files
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.options.layout import ParallelConfig
+from megtool.storage.files import Files
 from tests.support.checkpoints import trained
 from tests.support.errors import raises
 

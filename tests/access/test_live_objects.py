@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megtool.access.live_objects import live_value
-from megtool.checkpoint.containers.zip_reader import load_object
+from megtool.pickles.zip_reader import load_object
 
 STRIDED = torch.arange(24.0).reshape(4, 6)[1:3, ::2]
 

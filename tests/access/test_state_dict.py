@@ -15,7 +15,7 @@ from torch import nn
 import megtool
 from megtool.access import state_dict as access
 from megtool.errors import MappingError, StorageError, UsageError
-from megtool.reshard import open_source
+from megtool.source import open as open_source
 from tests.support.errors import raises
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -15,7 +15,7 @@ import torch
 import megtool
 from megtool.adapters.read import read_adapter
 from megtool.errors import FormatError, MappingError
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.models.adapted_models import decoder_logits
 from tests.support.peers import bridge_world
 from tests.support.peers.release import install_release

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megtool.adapters.peft_config import PeftConfig
 from megtool.adapters.read import read_adapter
 from megtool.errors import FormatError, MappingError
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.models import moe_models
 from tests.support.models.adapted_models import (
     ATTENTION,

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool.adapters.peft_writer import PeftNames, make_peft_adapter
-from megtool.checkpoint.transport.weight_update import WeightUpdate
 from megtool.errors import MappingError
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
+from megtool.transport.weight_update import WeightUpdate
 from tests.support.models import moe_models
 from tests.support.models.adapted_models import (
     CASES,

@@ -12,8 +12,8 @@ import torch
 
 from megtool import audit
 from megtool.audit.rules import AUDIT_RULES
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
+from megtool.formats import open_checkpoint
 from tests.support.checkpoints import run_faults
 
 FC2 = "decoder.layers.mlp.linear_fc2.weight"

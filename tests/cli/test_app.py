@@ -27,8 +27,8 @@ from megtool.commands.verbs import VERBS as ALL_VERBS
 from megtool.commands.verbs import Verb
 from megtool.console import Progress
 from megtool.options.field import flag, option_fields
-from megtool.reports import Report, Section
-from megtool.train.config import TrainConfig
+from megtool.report.sections import Report, Section
+from megtool.train.options.config import TrainConfig
 
 VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
 
@@ -263,7 +263,7 @@ def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_warnings_are_part_of_the_json(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
     def work(progress: Progress) -> Answer:
         for text in ("stale tracker", "two shards", "stale tracker"):
-            logging.getLogger("megtool.checkpoint").warning("%s", text)
+            logging.getLogger("megtool.staging").warning("%s", text)
         return Answer(values={"warnings": ["two shards"]})
 
     assert run(work, CommandOutput(as_json=True, quiet=quiet)) == 0
@@ -275,7 +275,7 @@ def test_warnings_are_part_of_the_json(quiet: bool, capsys: pytest.CaptureFixtur
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests'); from megtool.cli.runner import run\n"
-        "from megtool.reports import Report, Section\n"
+        "from megtool.report.sections import Report, Section\n"
         "class Long(Report):\n"
         "    def title(self): return ''\n"
         "    def sections(self): return [Section(texts=['x' * 100] * 100_000)]\n"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megtool.cli.app import main
-from megtool.convert.families import family_names
+from megtool.convert.families.family import family_names
 from tests.support.folders import file_states, staging_folders
 from tests.support.models import tiny_llama
 from tests.support.paths import ROOT
@@ -495,7 +495,7 @@ def test_a_mount_point_is_not_replaced(desk: Desk, mount: Callable[[str], Path])
 def test_a_source_that_is_replaced_meanwhile(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megtool.checkpoint import copy
+    from megtool.plan import execute as copy
 
     real = copy.plan_units
 

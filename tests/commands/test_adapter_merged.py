@@ -11,7 +11,7 @@ import pytest
 from megtool import evaluate, export, generate, quantize, reshard
 from megtool.cli.app import main
 from megtool.errors import DestinationError, UsageError
-from megtool.inference.text_engine import Engine
+from megtool.inference.generation.text_engine import Engine
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_text

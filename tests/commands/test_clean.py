@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from megtool import clean, inspect, reshard
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.storage import part_layout
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lease import Lease
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import FormatError, StorageError
+from megtool.staging.folder.stage import StagingFolder
+from megtool.storage.files import Files
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects import part_layout
+from megtool.storage.objects.lease import Lease
+from megtool.storage.stores.connect import register_store
 from tests.support.folders import contents, staging_folders
 from tests.support.models import tiny_llama
 from tests.support.stores.memory_stores import PART_BYTES, URL, CountedStore

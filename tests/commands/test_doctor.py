@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from megtool import doctor
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.memory_store import MemoryStore
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
 
 URL = "memory://doctor-verb"
 

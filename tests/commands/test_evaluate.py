@@ -12,7 +12,7 @@ import pytest
 from megtool import evaluate, reshard, tokenize, verify
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
-from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
+from megtool.commands.reports.evaluate import EvaluatePlan, EvaluateReport
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
 from tests.support.errors import raises
 from tests.support.models import tiny_models, tiny_text

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from megtool import evaluate, export, finetune, generate, quantize, reshard, verify
-from megtool.commands.evaluate_report import LabelReport
+from megtool.commands.reports.evaluate import LabelReport
 from megtool.data.labeled_texts import LabeledDataset
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.reshard.open_source import open_decoder, open_source
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_decoder, open_source
 from megtool.train.datasets import open_datasets
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.models.label_models import LABEL_MODELS, save_label_model

@@ -10,7 +10,7 @@ import pytest
 
 from megtool import finetune, generate, reshard, verify
 from megtool.cli.app import main
-from megtool.commands.finetune_report import FinetunePlan
+from megtool.commands.reports.finetune import FinetunePlan
 from megtool.errors import (
     DestinationError,
     FormatError,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megtool import finetune, lint, verify
-from megtool.commands.finetune_report import FinetunePlan
+from megtool.commands.reports.finetune import FinetunePlan
 from megtool.errors import CheckpointError, LayoutError, RecipeError, TrainingError, UsageError
 from megtool.train.run_log import read_log
 from tests.support.errors import raises

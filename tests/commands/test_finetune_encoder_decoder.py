@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megtool import evaluate, export, finetune, generate, reshard, verify
-from megtool.commands.evaluate_report import EvaluateReport
-from megtool.commands.generate_report import GenerateReport
+from megtool.commands.reports.evaluate import EvaluateReport
+from megtool.commands.reports.generate import GenerateReport
 from megtool.errors import LayoutError, UsageError
-from megtool.reshard.open_source import open_decoder
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_decoder
 from megtool.train.datasets import open_datasets
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.models import tiny_t5

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megtool import evaluate, export, generate, reshard, verify
-from megtool.commands.evaluate_report import EvaluateReport
+from megtool.commands.reports.evaluate import EvaluateReport
 from megtool.data.masking import Masking
 from megtool.data.packing import IGNORED
 from megtool.data.tokenizer import Tokenizer

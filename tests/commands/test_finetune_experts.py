@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megtool import verify
-from megtool.checkpoint.megatron_metadata import saved_args
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import UsageError
-from megtool.reshard.open_source import open_source
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.source.open import open_source
+from megtool.storage.files import Files
 from megtool.train.run_log import MEASUREMENTS, read_log
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megtool import evaluate, finetune, quantize, reshard, verify
-from megtool.commands.finetune_report import FinetunePlan
+from megtool.commands.reports.finetune import FinetunePlan
 from megtool.errors import (
     CalibrationError,
     CheckpointError,

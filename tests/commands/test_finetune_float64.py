@@ -10,9 +10,9 @@ import torch
 
 from megtool import export
 from megtool.inference.collate import collate_rows
-from megtool.reshard.open_source import open_decoder
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_decoder
 from megtool.train.datasets import open_datasets
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import read_log
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.dense_decoders import fill_spread

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megtool import finetune, verify
-from megtool.checkpoint.megatron_metadata import saved_args
-from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.reports.finetune import FinetuneReport
 from megtool.errors import UsageError
-from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.open_source import open_source
+from megtool.fp8_state.inspect import inspect_amax
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.source.open import open_source
 from megtool.train.run_log import read_log
 
 

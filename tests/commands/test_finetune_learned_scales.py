@@ -16,7 +16,7 @@ from megtool import audit, export, quantize, verify
 from megtool.errors import CheckpointError, LayoutError, RecipeError, UsageError
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.fake_quant.learned_scales import learned_block_scale, round_with_scales
-from megtool.quant.pipeline.megatron_source import read_quantized_megatron
+from megtool.quantize.layout.megatron_source import read_quantized_megatron
 from tests.support.errors import raises
 from tests.support.quant.quantize_sizes import SMALL, save_llama
 from tests.support.quant.stored_values import canonical

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from megtool import finetune, quantize, reshard, verify
-from megtool.checkpoint.containers.te_extra_state import decode
-from megtool.checkpoint.megatron_metadata import read_object
-from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
+from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.errors import (
     CalibrationError,
     CheckpointError,
@@ -21,8 +19,10 @@ from megtool.errors import (
     TrainingError,
     UsageError,
 )
-from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.open_source import open_source
+from megtool.fp8_state.inspect import inspect_amax
+from megtool.megatron_state.extra_states.te_state import decode
+from megtool.megatron_state.saved_objects import read_object
+from megtool.source.open import open_source
 from megtool.train.run_log import read_log
 from tests.support.models import tiny_text
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megtool import reshard, verify
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from megtool.train.run_log import MEASUREMENTS, read_log
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import finetune, reshard, verify
-from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.errors import LayoutError, MappingError, UsageError
-from megtool.reshard.open_source import open_source
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.source.open import open_source
 from megtool.train.run_log import MEASUREMENTS, read_log
 from tests.support.folders import read_config
 from tests.support.models.mtp_reference import save_tunable

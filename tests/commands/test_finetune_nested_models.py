@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from megtool import export, finetune, lint, quantize, reshard, verify
 from megtool.cli.app import main
 from megtool.errors import MappingError
-from megtool.quant.pipeline.report import QuantizeReport
-from megtool.reshard.open_source import open_source
+from megtool.quantize.report import QuantizeReport
+from megtool.source.open import open_source
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored

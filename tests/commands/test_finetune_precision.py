@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megtool import finetune, verify
-from megtool.commands.finetune_report import FinetunePlan
+from megtool.commands.reports.finetune import FinetunePlan
 from megtool.errors import MegtoolError, RecipeError, UsageError
-from megtool.reshard.fp8_state.inspect import inspect_amax
+from megtool.fp8_state.inspect import inspect_amax
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import megtool
 from megtool.errors import UsageError
-from megtool.model.flops import training_flops
+from megtool.model.stacks.flops import training_flops
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.runs.finetune_runs import curve, tune

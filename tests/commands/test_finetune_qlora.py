@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from megtool import quantize, reshard, verify
 from megtool.errors import MappingError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.lora import LoraSettings, adapters_of, add_adapters
-from megtool.model.recompute import recompute
-from megtool.model.unpacked_forward import made_weights
+from megtool.model.stacks.lora import LoraSettings, adapters_of, add_adapters
+from megtool.model.stacks.recompute import recompute
+from megtool.model.stacks.unpacked_forward import made_weights
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_decoder
-from megtool.train.build_model import load_for_training
-from megtool.train.packed_base import KeepPacked, PackedBase
+from megtool.source.open import open_decoder
+from megtool.train.model.build import load_for_training
+from megtool.train.model.packed_base import KeepPacked, PackedBase
 from tests.support.checkpoints.compressed_folder import compress, deepseek
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from megtool import convert_adapter, export, quantize, verify
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numeric_values
 from megtool.errors import FormatError, UsageError
+from megtool.formats import open_checkpoint
 from megtool.quant.fake_quant.fake_quantize import fake_weight
-from megtool.quant.pipeline.megatron_source import read_quantized_megatron
+from megtool.quantize.layout.megatron_source import read_quantized_megatron
+from megtool.storage.files import Files
+from megtool.transport.cast import numeric_values
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.errors import raises
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megtool import finetune, verify
-from megtool.checkpoint.megatron_metadata import saved_args
-from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.reports.finetune import FinetuneReport
 from megtool.errors import MegtoolError
-from megtool.reshard.open_source import open_source
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.source.open import open_source
 from megtool.train.run_log import read_log
 from tests.support.models import tiny_text
 from tests.support.worlds.gloo_world import run_world

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megtool import finetune, reshard, verify
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import LockFile
-from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
+from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.errors import DestinationError, TrainingError, UsageError
+from megtool.storage.files import Files
+from megtool.storage.lock import LockFile
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.models import tiny_text
@@ -291,9 +291,9 @@ def mean_held_out(model: Path, files: list[str]) -> float:
     """The mean loss of what is held out of files, each measured on its own."""
     from megtool.data.open_dataset import RowOptions, open_dataset
     from megtool.parallel.process_groups import ProcessGroups
-    from megtool.reshard.open_source import open_decoder
-    from megtool.train.build_model import load_for_training
+    from megtool.source.open import open_decoder
     from megtool.train.evaluation import evaluate
+    from megtool.train.model.build import load_for_training
 
     runnable = open_decoder(model)
     stored = runnable

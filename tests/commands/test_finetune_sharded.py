@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megtool import verify
-from megtool.commands.finetune_report import FinetunePlan
+from megtool.commands.reports.finetune import FinetunePlan
 from megtool.errors import LayoutError, UsageError
-from megtool.train.config import TrainConfig
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
 from tests.support.models import every_family, moe_models, tiny_text

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from megtool import finetune, verify
-from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
+from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.errors import MissingPackageError, UsageError
+from megtool.fp8_state.inspect import inspect_amax
 from megtool.kernels.dispatch import use
-from megtool.kernels.te_linear import TeModule
+from megtool.kernels.transformer_engine.linear import TeModule
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.recompute import recompute
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.recompute import recompute
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.transformer_engine import TeAmaxHistories, require_recipe
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.open_source import open_source
-from megtool.train.build_model import load_for_training
+from megtool.source.open import open_source
 from megtool.train.features.fp8 import Fp8Feature
+from megtool.train.model.build import load_for_training
 from megtool.train.run_log import read_log
 from tests.support.models import moe_cases, tiny_text
 

@@ -14,7 +14,7 @@ import torch
 from megtool import generate, reshard
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
-from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
+from megtool.commands.reports.generate import Answer, GeneratePlan, GenerateReport
 from megtool.console import printable
 from megtool.errors import (
     FormatError,
@@ -281,7 +281,7 @@ def test_a_draft_head_changes_how_fast_a_text_comes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("modelopt.torch.speculative", reason="ModelOpt makes the head")
-    from megtool.reshard.open_source import open_decoder
+    from megtool.source.open import open_decoder
     from megtool.train.features.eagle_head import make_eagle_config
     from tests.support.models.eagle_heads import modelopt_eagle, save_head
 

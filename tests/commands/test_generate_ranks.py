@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megtool import evaluate, generate, reshard
-from megtool.commands.evaluate_report import EvaluateReport
 from megtool.commands.generate import GenerateReport
+from megtool.commands.reports.evaluate import EvaluateReport
 from tests.support.models import tiny_text
 from tests.support.worlds.torchrun import torchrun
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from megtool import quantize, reshard
-from megtool.checkpoint.commit import StagingFolder
 from megtool.cli.app import main
 from megtool.errors import (
     CalibrationError,
@@ -26,9 +25,10 @@ from megtool.errors import (
     RecipeError,
     UsageError,
 )
-from megtool.quant.pipeline.plan import QuantizePlan
-from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import recipe_names
+from megtool.quantize.plan import QuantizePlan
+from megtool.quantize.report import QuantizeReport
+from megtool.staging.folder.stage import StagingFolder
 from tests.support.errors import raises
 from tests.support.models import tiny_models, tiny_text
 from tests.support.quant.calibrated import random_moe
@@ -434,7 +434,7 @@ def test_killed_at_every_boundary_of_a_layer_it_ends_the_same(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "megtool.quant.pipeline.finalize",
+            "megtool.quantize.finalize",
             "megtool.quant.calibration.calibrate",
             "megtool.quant.mixed_precision.auto_quantize",
             "tests.commands.test_quantize",

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megtool import export, inspect, quantize, reshard
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.cli.app import main
 from megtool.errors import FormatError, LayoutError, MappingError, UsageError
 from megtool.export.report import ExportReport
-from megtool.quant.pipeline.megatron_source import read_quantized_megatron
-from megtool.quant.pipeline.plan import QuantizePlan
-from megtool.quant.pipeline.report import QuantizeReport
+from megtool.formats import open_checkpoint
+from megtool.quantize.layout.megatron_source import read_quantized_megatron
+from megtool.quantize.plan import QuantizePlan
+from megtool.quantize.report import QuantizeReport
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.quant.calibrated import random_moe

@@ -13,12 +13,12 @@ import yaml
 from safetensors.torch import load_file
 
 from megtool import export, finetune, lint, quantize, reshard, verify
-from megtool.checkpoint.digest import read_sidecar
 from megtool.cli.app import main
+from megtool.digests.crc32c import read_sidecar
 from megtool.errors import FormatError, MappingError, UsageError
-from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import read_recipe_text
 from megtool.quant.recipes.rotation import RotationSettings
+from megtool.quantize.report import QuantizeReport
 from tests.support.errors import raises
 from tests.support.models import tiny_text
 from tests.support.quant.quantize_sizes import save_llama

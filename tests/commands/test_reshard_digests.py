@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megtool import reshard
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import ReshardReport
 from megtool.errors import (
     DigestError,
 )
+from megtool.formats import open_checkpoint
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors
 from tests.support.models import tiny_llama

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import export, reshard
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import Digests
+from megtool.digests.crc32c import Digests
 from megtool.inference.load import load
+from megtool.plan.execute import CopyReport
 from tests.support.models import tiny_llama
 from tests.support.runs.loading import source_of
 

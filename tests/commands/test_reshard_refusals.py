@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.checkpoint.digest import SIDECAR
-from megtool.config import ParallelConfig
+from megtool.digests.crc32c import SIDECAR
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
+from megtool.options.layout import ParallelConfig
 from tests.support import folders
 from tests.support.errors import raises
 from tests.support.models import tiny_llama

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from megtool import quantize, reshard
-from megtool.checkpoint.storage.files import Files
 from megtool.commands.options.reshard import ReshardOptions
 from megtool.commands.reshard import reshard as reshard_with
-from megtool.config import ParallelConfig
 from megtool.errors import DigestError, UsageError
+from megtool.options.layout import ParallelConfig
+from megtool.storage.files import Files
 from tests.support.checkpoints import fp8_trained, trained
 from tests.support.checkpoints.optimizer_saves import EXPERTS
 from tests.support.errors import raises

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megtool import reshard, verify
-from megtool.checkpoint.digest import SIDECAR, encode_sidecar, read_sidecar
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
+from megtool.digests.crc32c import SIDECAR, encode_sidecar, read_sidecar
 from megtool.errors import CheckpointError, MappingError
+from megtool.formats import open_checkpoint
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
 

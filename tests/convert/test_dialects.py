@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import DialectOptions, detect_dialect, read_side, write_side
-from megtool.convert.families import family
-from megtool.convert.megatron import split_optimizer
-from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
+from megtool.convert.families.family import family
+from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
+from megtool.convert.megatron.names import split_optimizer
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.canonical_views import BF16, F32, canonical_side, config, stored

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megtool.config import ParallelConfig
 from megtool.convert.identity import as_they_are, under_same_names
-from megtool.convert.megatron import is_encoder_decoder, is_retro
+from megtool.convert.megatron.names import is_encoder_decoder, is_retro
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 

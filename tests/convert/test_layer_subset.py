@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.convert.layer_subset import (
     edited_config,
     of_layers,
@@ -16,7 +16,7 @@ from megtool.convert.layer_subset import (
     renumbered,
     window_flags,
 )
-from megtool.convert.megatron_args import args_from_config, config_from_args
+from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import MappingError, UsageError
 
 _HEADS = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

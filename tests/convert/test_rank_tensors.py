@@ -10,16 +10,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megtool.config import ParallelConfig
-from megtool.convert.binding import Binding
-from megtool.convert.canonical import CanonicalModel
 from megtool.convert.dialects import CanonicalView, DialectOptions, read_side, write_side
-from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.language.binding import Binding
+from megtool.convert.language.canonical import CanonicalModel
+from megtool.convert.megatron.names import PER_LAYER, STACKED
+from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import LocalView, RankCoordinates, local_side, local_tensors
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.rank_slices import Arrays, slice_tensors

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import export, lint, quantize, reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.errors import FormatError, RecipeError
-from megtool.model_config import ModelConfig
+from megtool.formats import open_checkpoint
 from megtool.quant.resolve import resolve_recipe
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
+from megtool.spec.model_config import ModelConfig
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored

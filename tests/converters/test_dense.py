@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool import reshard, verify
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families import detect_family, family
-from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
+from megtool.convert.families.family import detect_family, family
+from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
-from megtool.model_config import ModelConfig
-from megtool.reshard.open_source import open_source
+from megtool.options.layout import ParallelConfig
+from megtool.source.open import open_source
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config

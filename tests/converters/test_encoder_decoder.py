@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from megtool import quantize, reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families import family
-from megtool.convert.megatron_args import args_from_config, megatron_limits
+from megtool.convert.families.family import family
+from megtool.convert.megatron.args import args_from_config, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.export.gguf.architectures import find_architecture
-from megtool.reshard.open_source import open_source
+from megtool.formats import open_checkpoint
+from megtool.source.open import open_source
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config

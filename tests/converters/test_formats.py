@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megtool import reshard, verify
-from megtool.convert.families import family_names
-from megtool.reshard.open_source import open_source
+from megtool.convert.families.family import family_names
+from megtool.source.open import open_source
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
 from tests.support.models.every_family import MODELS, WITH_EXPERTS

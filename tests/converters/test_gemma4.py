@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megtool import reshard
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.convert.layer_subset import of_layers
-from megtool.convert.megatron_args import args_from_config, config_from_args
+from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import LayoutError, MappingError
-from megtool.model.decoder import Decoder, Stage
+from megtool.model.stacks.decoder import Decoder, Stage
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families import detect_family, families, family, family_names
+from megtool.convert.families.family import detect_family, families, family, family_names
 from megtool.convert.gguf import config_from_gguf
-from megtool.convert.megatron_args import args_from_config, config_from_args
+from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.options.layout import ParallelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 

@@ -17,7 +17,7 @@ from megtool import reshard, verify
 from megtool.errors import MappingError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families import detect_family, family
-from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
+from megtool.convert.families.family import detect_family, family
+from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
+from megtool.formats import open_checkpoint
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.model_config import ModelConfig
-from megtool.reshard.open_source import open_source
+from megtool.options.layout import ParallelConfig
+from megtool.source.open import open_source
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megtool import inspect, reshard, verify
-from megtool.convert.families import detect_family, families, family
-from megtool.convert.sharding import is_known, rule_of
+from megtool.convert.families.family import detect_family, families, family
+from megtool.convert.megatron.sharding import is_known, rule_of
 from megtool.convert.whole_towers import check_towers
 from megtool.errors import MappingError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored

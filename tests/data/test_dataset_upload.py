@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("transformers")
 
 from megtool import tokenize
-from megtool.checkpoint.storage import part_layout
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import location
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, StorageError
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import location
+from megtool.storage.objects import part_layout
+from megtool.storage.stores.connect import register_store
 from tests.support.errors import raises
 from tests.support.models import tiny_tokenizer
 from tests.support.stores.memory_stores import PART_BYTES, URL, CountedStore

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from megtool.checkpoint.formats.auxiliary_files import MAX_AUXILIARY_BYTES, MAX_JSON_VALUES
 from megtool.commands.demo import demo_weights
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MappingError, MissingPackageError
-from megtool.reshard.find_tokenizer import find_tokenizer
+from megtool.formats.auxiliary_files import MAX_AUXILIARY_BYTES, MAX_JSON_VALUES
+from megtool.source.find_tokenizer import find_tokenizer
 from tests.support.errors import raises
 from tests.support.models import tiny_tokenizer
 

@@ -31,12 +31,15 @@ FEW = ("llama(yarn)", "gemma2(tie_word_embeddings=True,num", "gpt2", "deepseek_v
 ON_GPU = (
     "tests/kernels",
     "tests/optim",
-    "tests/inference/test_generate.py",
+    "tests/inference/generation/test_generate.py",
     "tests/inference/test_load.py",
     "tests/quant/fake_quant",
 )
 BY_TE = (
-    *("tests/kernels/test_te_weights.py", "tests/kernels/test_te_attention.py"),
+    *(
+        "tests/kernels/transformer_engine/test_weights.py",
+        "tests/kernels/attention/test_transformer_engine.py",
+    ),
     *("tests/optim/test_te_adam.py", "tests/commands/test_finetune_te.py"),
 )
 GRAPHED = ("tests/train/test_cuda_graph.py", "tests/commands/test_finetune_cuda_graph.py")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, FormatError, UsageError
+from megtool.export.hf.read_quantized import read_quantized_modules
 from megtool.export.quantized_module import QuantizedModule
-from megtool.export.read_quantized import read_quantized_modules
 from megtool.export.repack import WeightSlice, plan_repack
 from megtool.export.small_tensors import reciprocal
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2

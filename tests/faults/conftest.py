@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.transport import work_units
+from megtool.plan import work_units
 from tests.support.checkpoints.damage import save_formats
 
 

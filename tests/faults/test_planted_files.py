@@ -1,6 +1,6 @@
 """Links and FIFOs planted under the names that verbs use while they write: refused, not followed.
 
-`tests/checkpoint/test_commit_planted.py` has those in the staging folder of a checkpoint.
+`tests/staging/folder/test_stage_planted.py` has those in the staging folder of a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 
 from megtool import quantize, reshard, tokenize
-from megtool.checkpoint.destination_check import check_file
-from megtool.checkpoint.formats.save_folder import TRACKER
-from megtool.checkpoint.storage.files import Files
 from megtool.data.dataset_writer import DatasetFiles
 from megtool.data.indexed import IndexedDataset, IndexedWriter
 from megtool.data.token_cache import TokenCache
 from megtool.errors import DestinationError, FormatError, MegtoolError
+from megtool.formats.save_folder import TRACKER
 from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.activations import Activations
-from megtool.train.checkpointing.resume_point import find_checkpoint
+from megtool.staging.destination.check import check_file
+from megtool.storage.files import Files
 from megtool.train.checkpointing.retention import read_tracker
-from megtool.train.checkpointing.run_identity import FRESH_RUN_FILE, RUN_FILE, RunIdentity
 from megtool.train.checkpointing.staged_iteration import StagedIteration, remove_unfinished
-from megtool.train.config import TrainConfig
+from megtool.train.options.config import TrainConfig
+from megtool.train.resume_point import find_checkpoint
+from megtool.train.run_identity import FRESH_RUN_FILE, RUN_FILE, RunIdentity
 from megtool.train.run_log import LOG_FILE, RunLog, read_log
 from tests.support.errors import raises
 from tests.support.models import tiny_llama

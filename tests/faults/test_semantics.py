@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool import reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import LayoutError
+from megtool.formats import open_checkpoint
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states, stored_tensors
 from tests.support.models import tiny_llama

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from megtool import reshard
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import (
     DestinationError,
     SourceChangedError,
     StorageError,
 )
+from megtool.storage.files import Files
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states, staging_folders

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megtool import reshard, verify
-from megtool.checkpoint.storage.files import Files
-from megtool.config import ParallelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.storage.files import Files
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.trained import config, write
 from tests.support.folders import contents, file_states

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedHidden, GraphedStep
-from megtool.inference.evaluate import hidden_of
+from megtool.inference.evaluation.perplexity import hidden_of
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
-from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.spec.model_config import ModelConfig
 from tests.support.models.tiny_decoder import SIZES, make_decoder, random_batch
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 48}

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megtool import reshard
-from megtool.config import ParallelConfig
 from megtool.errors import (
     LayoutError,
     MappingError,
@@ -27,12 +26,13 @@ from megtool.inference.layer_streaming import find_streamer
 from megtool.inference.load import find_nan, load, named_weights
 from megtool.inference.rank_weights import Weights
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.reshard.open_source import TensorFilter, open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import TensorFilter, open_source
 from megtool.tensors.registration_order import Order
-from megtool.train.build_model import load_for_training
+from megtool.train.model.build import load_for_training
 from tests.support.errors import raises
 from tests.support.models import dense_cases, moe_cases, tiny_llama
 from tests.support.runs.loading import source_of

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megtool import reshard
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.inference.forward import Forward
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.model.pipeline import hidden_of_stages
+from megtool.model.stacks.pipeline import hidden_of_stages
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models import tiny_llama

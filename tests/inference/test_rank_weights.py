@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from megtool import reshard
-from megtool.config import ParallelConfig
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import dtype
 from megtool.inference.rank_weights import Weights
-from megtool.reshard.open_source import open_source
+from megtool.options.layout import ParallelConfig
+from megtool.source.open import open_source
 from tests.support import folders
 from tests.support.checkpoints.quantized_llama import write_quantized_llama
 from tests.support.models import moe_cases, tiny_llama
@@ -157,7 +157,7 @@ def test_a_part_is_loaded_alone_and_again(folder: Path, carry: Callable[..., Any
 
 
 def test_a_layer_that_is_chosen_twice_is_read_once(folder: Path) -> None:
-    from megtool.reshard.layer_subset import keep_layers
+    from megtool.source.subset.layers import keep_layers
 
     opened = keep_layers(open_source(folder), [0, 1, 1])
     assert opened.model is not None

@@ -16,13 +16,14 @@ import torch
 import megtool.kernels
 from megtool.errors import MissingPackageError, UsageError
 from megtool.inference.runtime import on_ranks
-from megtool.kernels import launch, transformer_engine
-from megtool.kernels.activation import KINDS, gated
-from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from megtool.kernels import launch
 from megtool.kernels.dispatch import IMPLEMENTATIONS, Kernel, chosen, use
-from megtool.kernels.grouped_gemm import permute, unpermute
-from megtool.kernels.norm import rms_norm
-from megtool.kernels.transformer_engine import SCOPE
+from megtool.kernels.elementwise.activation import KINDS, gated
+from megtool.kernels.elementwise.norm import rms_norm
+from megtool.kernels.experts.grouped_gemm import permute, unpermute
+from megtool.kernels.transformer_engine import library as transformer_engine
+from megtool.kernels.transformer_engine.library import SCOPE
+from megtool.kernels.vocabulary.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.options.groups import RuntimeOptions
 from tests.support.errors import raises
 

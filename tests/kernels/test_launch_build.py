@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megtool.kernels import activation_triton as activation
-from megtool.kernels import dropout_add_triton as dropout
-from megtool.kernels import norm_triton as norm
-from megtool.kernels import rotary_triton as rotary
-from megtool.kernels import softmax_triton as softmax
+from megtool.kernels.elementwise import activation_triton as activation
+from megtool.kernels.elementwise import dropout_add_triton as dropout
+from megtool.kernels.elementwise import norm_triton as norm
+from megtool.kernels.elementwise import rotary_triton as rotary
+from megtool.kernels.attention import softmax_triton as softmax
 from megtool.kernels.launch import compiled, tile
 
 FLOATS = {"eps", "limit", "offset", "p", "factor", "scale", "softcap"}

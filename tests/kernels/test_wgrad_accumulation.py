@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from megtool.errors import UsageError
 from megtool.kernels import wgrad_accumulation
-from megtool.kernels.cross_entropy import linear_cross_entropy
-from megtool.kernels.grouped_gemm import grouped_linear
+from megtool.kernels.experts.grouped_gemm import grouped_linear
+from megtool.kernels.vocabulary.cross_entropy import linear_cross_entropy
 from megtool.kernels.wgrad_accumulation import (
     accumulate_product,
     add_weight_gradient,
     remove_gradient_sums,
     set_gradient_sum,
 )
-from megtool.model.linear import linear
+from megtool.model.layers.linear import linear
 
 
 class Sum:

@@ -10,7 +10,7 @@ import pytest
 
 from megtool.lint.folder_view import open_folder
 from megtool.lint.quant_config import parse_hf_quant_config, parse_quantization_config
-from megtool.quant.verification.verify_folder import verify_folder
+from megtool.quantize.verification.verify_folder import verify_folder
 from tests.support.checkpoints.quantized_folder import QuantizedFolder, make_quantized, randomize
 from tests.support.models import tiny_models
 

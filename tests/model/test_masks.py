@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.kernels.attention_mask import AttentionSizes, Mask
+from megtool.kernels.attention.mask import AttentionSizes, Mask
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KeySpan
+from megtool.model.cache.kv_cache import ContiguousCache, KeySpan
 from megtool.model.masks import Masks
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 
 def config(**more: Any) -> ModelConfig:

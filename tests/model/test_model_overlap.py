@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megtool.errors import UsageError
-from megtool.model import linear, moe, pipeline_stage
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule
-from megtool.model.pipeline_stage import order_1f1b
-from megtool.train.config import TrainConfig
-from megtool.train.overlap_options import let_overlap
+from megtool.model.layers import linear
+from megtool.model.moe import experts as moe
+from megtool.model.stacks import pipeline_stage
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.model.stacks.pipeline_stage import order_1f1b
+from megtool.train.options.config import TrainConfig
+from megtool.train.options.overlap import let_overlap
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import data, stages_of, start
 

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from megtool.model.decoder import Decoder
-from megtool.model.param_attributes import mark
+from megtool.model.layers.param_attributes import mark
+from megtool.model.stacks.decoder import Decoder
 from megtool.optim.buffers import BufferKey, ParamAndGradBuffer, in_registration_order, make_buffer
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.param_groups import ParamInfo, collect_param_infos
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.errors import raises
 from tests.support.paths import PEERS

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megtool.errors import UsageError
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ParallelConfig
-from megtool.model.param_attributes import mark
+from megtool.model.layers.param_attributes import mark
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.grad_norm import clip_coefficient, is_counted_on_rank, local_statistics
@@ -18,6 +17,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.param_groups import ParamInfo
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.optim.segments import Segment, Span
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, sum_loss, train_step
 from tests.support.worlds.gloo_world import run_world

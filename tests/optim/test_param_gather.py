@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
 from megtool.optim.buffers import ParamAndGradBucket
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.flat_shards import Pending
 from megtool.optim.param_gather import ParamGather
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec.model_config import ModelConfig
 from tests.support.worlds.moe_layouts import DENSE, MODELS, SIZES
 from tests.support.worlds.overlap_settings import OVERLAPPED
 

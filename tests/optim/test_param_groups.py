@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
-from megtool.model.param_attributes import mark
+from megtool.model.layers.param_attributes import mark
 from megtool.optim.config import GroupRule, OptimizerConfig
 from megtool.optim.param_groups import collect_param_infos, group_parameters
 from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 

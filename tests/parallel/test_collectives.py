@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import (
     all_max,
     all_sum,

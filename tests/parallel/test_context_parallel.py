@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.context_parallel import (
     chunk_size,
     gather_tokens,

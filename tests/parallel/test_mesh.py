@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA, Mesh
 from tests.support.errors import raises
 

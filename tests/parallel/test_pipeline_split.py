@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megtool.config import ParallelConfig, pipeline_chunks
 from megtool.errors import LayoutError
+from megtool.options.layout import ParallelConfig, pipeline_chunks
 from megtool.parallel.pipeline_split import (
     Pipeline,
     compact,

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
 from megtool.parallel.process_groups import (
@@ -265,7 +265,7 @@ def test_a_part_that_does_not_divide_is_told_what_would() -> None:
 SCRIPT = """
 import os
 import torch
-from megtool.config import ParallelConfig
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 

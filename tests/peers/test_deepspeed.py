@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megtool import reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.formats import open_checkpoint
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.paths import ROOT
 
 pytestmark = [

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.peers.forked_worlds import run_forked
 from tests.support.peers.release import install_release
 from tests.support.peers.run_trained import read_with_torch, run_world

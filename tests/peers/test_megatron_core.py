@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.torch_dist import open_checkpoint, plan_torch_dist_layout
+from megtool.formats.torch_dist.reader import open_checkpoint, plan_torch_dist_layout
 from megtool.tensors.box import split
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import Shards, widest
 from tests.support.peers.forked_worlds import run_forked
 from tests.support.peers.megatron_world import expected

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megtool import reshard
-from megtool.access.megatron_keys import split_flat_range
+from megtool.frameworks.megatron_core.keys import split_flat_range
 from tests.support.paths import PEERS
 from tests.support.peers.run_trained import ITERATION, read_with_torch
 from tests.support.peers.run_trained import run_world as run_trained

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from megtool import export, quantize, reshard
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numeric_values
 from megtool.model.batch import Batch
-from megtool.quant.calibration.activation_sites import list_activation_sites
-from megtool.quant.pipeline.megatron_source import QuantizedMegatronSource, read_quantized_megatron
-from megtool.reshard.open_source import open_source
-from megtool.train.build_model import load_for_training
+from megtool.quant.statistics.activation_sites import list_activation_sites
+from megtool.quantize.layout.megatron_source import QuantizedMegatronSource, read_quantized_megatron
+from megtool.source.open import open_source
+from megtool.storage.files import Files
 from megtool.train.features.qat import QatFeature
+from megtool.train.model.build import load_for_training
+from megtool.transport.cast import numeric_values
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.models import tiny_text
 from tests.support.paths import PEERS
 from tests.support.quant.quantize_sizes import SMALL

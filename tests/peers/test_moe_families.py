@@ -10,9 +10,9 @@ import torch
 
 from megtool import reshard
 from megtool.model.batch import Batch
-from megtool.model.pipeline import PipelineSchedule
-from megtool.reshard.open_source import open_source
-from megtool.train.build_model import load_for_training
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.source.open import open_source
+from megtool.train.model.build import load_for_training
 from tests.support.models.moe_cases import (
     DEEPSEEK,
     EIGHT,

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from megtool import reshard
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.convert.megatron import split_state
-from megtool.reshard.megatron.fully_sharded_model_space import has_flattened_cells
-from megtool.reshard.open_source import open_source
+from megtool.convert.megatron.names import split_state
+from megtool.formats import open_checkpoint
+from megtool.megatron_state.optimizer.fully_sharded_model_space import has_flattened_cells
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.paths import PEERS
 from tests.support.peers.forked_worlds import run_forked
 

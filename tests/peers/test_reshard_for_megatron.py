@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megtool import reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import LayoutError
+from megtool.formats import open_checkpoint
 from tests.support.peers.forked_worlds import run_forked
 
 pytest.importorskip("megatron.core")

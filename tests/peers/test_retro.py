@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megtool import generate, reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import LayoutError, MappingError
+from megtool.formats import open_checkpoint
 from tests.support.errors import raises
 from tests.support.paths import PEERS
 from tests.support.peers.release import install_release

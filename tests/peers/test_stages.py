@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.config import ParallelConfig
-from megtool.convert.parallel_args import layout_args
-from megtool.convert.sharding import shard
+from megtool.convert.megatron.parallel_args import layout_args
+from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import dtype
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.sharded import GlobalTensor

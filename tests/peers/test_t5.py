@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.convert.megatron import split_state
+from megtool.convert.megatron.names import split_state
 from megtool.errors import LayoutError, MappingError
-from megtool.reshard.open_source import open_source
+from megtool.formats import open_checkpoint
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.errors import raises
 from tests.support.paths import PEERS
 from tests.support.peers.forked_worlds import run_forked

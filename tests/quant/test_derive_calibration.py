@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from megtool import derive_amax, fix_amax, inspect_amax, quantize, reshard, show_recipe
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, DestinationError, UsageError
+from megtool.formats import open_checkpoint
+from megtool.options.layout import ParallelConfig
 from tests.support.checkpoints.extra_states import FC1, MOE, pack_state
 from tests.support.checkpoints.extra_states import edit_ranks as edit_iteration
 from tests.support.checkpoints.fp8_trained import (

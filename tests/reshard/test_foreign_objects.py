@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megtool import inspect, reshard, strip_amax, verify
-from megtool.checkpoint.containers.pickle_globals import ALLOWED_GLOBALS
-from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.config import ParallelConfig
 from megtool.errors import CoverageError, FormatError, MegtoolError
+from megtool.formats import open_checkpoint
+from megtool.options.layout import ParallelConfig
+from megtool.pickles.allow_list import ALLOWED_GLOBALS
+from megtool.pickles.zip_writer import encode_object
 from megtool.reshard.foreign_objects import find_foreign_objects
 from tests.support.checkpoints import te_payloads
 from tests.support.checkpoints.hostile_pickles import (
@@ -58,7 +58,7 @@ PLAIN = (
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory, materialize: Any) -> dict[str, Path]:
     """A sound training state of every format that has pickles, with objects."""
-    from megtool.checkpoint.containers.te_extra_state import make_bytes_tensor
+    from megtool.megatron_state.extra_states.te_state import make_bytes_tensor
 
     root = tmp_path_factory.mktemp("sound")
     state = encode_object([make_bytes_tensor(te_payloads.DELAYED_2_4)])

@@ -12,7 +12,7 @@ import pytest
 from megtool import export, quantize, reshard, verify
 from megtool.errors import FormatError, UsageError
 from megtool.reshard import execute, staged_write
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.folders import staging_folders
 from tests.support.models import gguf_models, tiny_llama
 

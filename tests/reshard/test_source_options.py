@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megtool import reshard
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
+from megtool.formats import open_checkpoint
+from megtool.options.layout import ParallelConfig
 from tests.support.checkpoints.stored_arrays import stored_arrays
 from tests.support.checkpoints.trained import config, write
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megtool.checkpoint.formats import FORMATS
+from megtool.formats import FORMATS
 from megtool.reshard.target import WRITERS, load_writer
 
 

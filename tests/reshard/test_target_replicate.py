@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.convert import megatron
-from megtool.convert.mapping import Row
-from megtool.convert.sharding import is_known
+from megtool.convert.language.mapping import Row
+from megtool.convert.megatron import names as megatron
+from megtool.convert.megatron.sharding import is_known
 from megtool.errors import MappingError, UnknownTensorsError, UsageError
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.storage.store import Store
+from megtool.storage.stores.protocol import Store
 from tests.support.checkpoints.damage import save_formats
 from tests.support.stores import cloud_servers
 from tests.support.stores.gcs_server import GcsServer
@@ -33,7 +33,7 @@ def azure_store(azurite: str, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A fresh container; the variables of this test lead there."""
     from azure.storage.blob import BlobServiceClient
 
-    from megtool.checkpoint.storage.azure_store import AzureStore
+    from megtool.storage.stores.azure import AzureStore
 
     name = f"test-{secrets.token_hex(8)}"
     BlobServiceClient.from_connection_string(azurite).create_container(name)
@@ -53,6 +53,6 @@ def gcs_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
 @pytest.fixture
 def gcs_store(gcs_server: GcsServer) -> Store:
     """The bucket of `gcs_server`."""
-    from megtool.checkpoint.storage.gcs_store import GcsStore
+    from megtool.storage.stores.gcs import GcsStore
 
     return GcsStore(f"gs://{gcs_server.bucket}")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.storage.adapter_stores import FsspecStore, MscStore
-from megtool.checkpoint.storage.connect import connect
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store import ObjectMissingError, Store
 from megtool.cli.app import main
 from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
+from megtool.storage.stores.connect import connect
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import ObjectMissingError, Store
+from megtool.storage.stores.third_party import FsspecStore, MscStore
 
 DATA = bytes(range(200))
 Put = Callable[[str, bytes], object]

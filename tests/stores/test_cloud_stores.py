@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError, Store
 from megtool.errors import StorageError
+from megtool.storage.stores.protocol import ConditionError, ObjectMissingError, Store
 from tests.support.stores import cloud_servers
 from tests.support.stores.gcs_server import GcsServer
 
 pytest.importorskip("requests", reason="requests is not installed")
-gcs = pytest.importorskip("megtool.checkpoint.storage.gcs_store")
-azure = pytest.importorskip("megtool.checkpoint.storage.azure_store")
+gcs = pytest.importorskip("megtool.storage.stores.gcs")
+azure = pytest.importorskip("megtool.storage.stores.azure")
 
 
 def numbered(store: Store, key: str, count: int) -> tuple[str, list[object], bytes]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from megtool import verify
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import DestinationError, StorageError, UsageError
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.stores.connect import register_store
 from megtool.train import run_log
 from tests.support.errors import raises
 from tests.support.models import tiny_text

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from megtool import reshard
-from megtool.checkpoint.storage import http_store
-from megtool.checkpoint.storage.connect import connect
-from megtool.checkpoint.storage.location import location
-from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError
 from megtool.cli.app import main
 from megtool.errors import FormatError, StorageError
+from megtool.storage.location.path import location
+from megtool.storage.stores import http as http_store
+from megtool.storage.stores.connect import connect
+from megtool.storage.stores.protocol import ConditionError, ObjectMissingError
 from tests.support.folders import contents
 from tests.support.stores.http_files import HttpFiles
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.storage.store import ConditionError, ObjectMissingError
 from megtool.cli.app import main
 from megtool.errors import FormatError, StorageError, UsageError
+from megtool.storage.stores.protocol import ConditionError, ObjectMissingError
 from tests.support.stores.hub_server import HubServer
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 pytest.importorskip("requests", reason="requests is not installed")
-hub_store = pytest.importorskip("megtool.checkpoint.storage.hub_store")
+hub_store = pytest.importorskip("megtool.storage.stores.hub")
 
 LARGE = bytes(range(256)) * 8
 TOKEN = "hf_" + "t" * 34

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.location_probe import FolderProbe, StoreProbe, probe_location
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store import ObjectInfo
 from megtool.errors import StorageError
+from megtool.storage.location.path import StorePath
+from megtool.storage.location_probe import FolderProbe, StoreProbe, probe_location
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import ObjectInfo
 from tests.support.errors import raises
 
 URL = "memory://doctor"

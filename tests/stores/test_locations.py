@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-STORAGE = "checkpoint/storage/"
+STORAGE = "storage/"
 """The room that knows which storage it has."""
 
 LOCAL = {
     # Folders that megtool makes itself.
-    ("checkpoint/formats/gguf_tokenizer.py", "Path(folder)"),
-    ("checkpoint/formats/ocdbt_listing.py", "Path(folder)"),
-    ("checkpoint/spooled_stage.py", "Path(self._folder.name)"),
+    ("formats/gguf/tokenizer.py", "Path(folder)"),
+    ("formats/zarr/ocdbt_listing.py", "Path(folder)"),
+    ("staging/store/spooled.py", "Path(self._folder.name)"),
     ("commands/demo.py", "Path(place)"),
     ("commands/demo.py", "Path(temporary)"),
     ("data/token_cache.py", "Path(folder)"),
@@ -24,36 +24,36 @@ LOCAL = {
     ("export/gguf/header.py", "Path(folder)"),
     ("export/gguf/importance.py", "Path(folder)"),
     # Files of Python, and names inside a checkpoint.
-    ("checkpoint/formats/deepspeed_files.py", "Path(path)"),
-    ("checkpoint/formats/deepspeed_partitions.py", "Path(file.stored.path)"),
-    ("checkpoint/formats/megatron_legacy_file.py", "Path(path)"),
-    ("checkpoint/formats/zarr_layout.py", "Path(t.name)"),
+    ("formats/deepspeed/files.py", "Path(path)"),
+    ("formats/deepspeed/partitions.py", "Path(file.stored.path)"),
+    ("formats/megatron_legacy/rank_file.py", "Path(path)"),
+    ("formats/zarr/layout.py", "Path(t.name)"),
     ("cli/reference.py", "Path(spec.origin)"),
-    ("quant/pipeline/finalize.py", "Path(sys.argv[0])"),
+    ("quantize/finalize.py", "Path(sys.argv[0])"),
     ("quant/recipes/dialect_modelopt.py", "Path(p)"),
     # Local where the code before has asked.
-    ("checkpoint/commit.py", "Path(os.path.realpath(destination))"),
-    ("checkpoint/destination_check.py", "Path(os.path.realpath(source))"),
-    ("checkpoint/destination_check.py", "Path(os.path.realpath(path))"),
-    ("checkpoint/left_overs.py", "Path(os.path.realpath(location))"),
+    ("staging/folder/stage.py", "Path(os.path.realpath(destination))"),
+    ("staging/destination/check.py", "Path(os.path.realpath(source))"),
+    ("staging/destination/check.py", "Path(os.path.realpath(path))"),
+    ("staging/left_overs.py", "Path(os.path.realpath(location))"),
     ("data/dataset_writer.py", "Path(os.path.realpath(self.prefix))"),
     ("train/checkpointing/save.py", "Path(os.path.realpath(self.folder))"),
 }
 """Every path that is made of a text and never of a location; anything else is `location(...)`."""
 
 SYSTEM_CALLS = {
-    "checkpoint/commit.py": {"os.path.realpath"},
-    "checkpoint/destination_check.py": {"os.path.realpath", "os.access"},
-    "checkpoint/formats/zarr.py": {"os.scandir"},
-    "checkpoint/left_overs.py": {"os.path.realpath"},
-    "checkpoint/nested_runs.py": {"os.scandir"},
-    "child_process.py": {"open"},
+    "staging/folder/stage.py": {"os.path.realpath"},
+    "staging/destination/check.py": {"os.path.realpath", "os.access"},
+    "formats/zarr/reader.py": {"os.scandir"},
+    "staging/left_overs.py": {"os.path.realpath"},
+    "staging/nested_runs.py": {"os.scandir"},
+    "process/child.py": {"open"},
     "cli/import_guard.py": {"open"},
     "commands/demo.py": {"os.open"},
     "console.py": {"open", "os.open"},
     "data/dataset_writer.py": {"os.path.realpath"},
     "data/token_cache.py": {"np.memmap"},
-    "train/checkpointing/resume_point.py": {"os.access", "os.path.exists"},
+    "train/resume_point.py": {"os.access", "os.path.exists"},
     "train/checkpointing/save.py": {"os.path.realpath"},
 }
 """Who asks the system about names, which it knows to be local."""

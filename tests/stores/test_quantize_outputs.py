@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megtool import derive_amax, export, quantize
-from megtool.checkpoint.storage import part_layout
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import DestinationError, StorageError
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects import part_layout
+from megtool.storage.stores.connect import register_store
 from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises
 from tests.support.folders import contents

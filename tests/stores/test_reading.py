@@ -10,7 +10,7 @@ from tests.support.stores import fault_runs
 from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 
-pytest.importorskip("megtool.checkpoint.storage.s3_store")
+pytest.importorskip("megtool.storage.stores.s3")
 
 FORMATS = ("hf", "safetensors", "torch_dist", "dcp", "gguf")
 

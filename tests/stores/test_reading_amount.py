@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megtool
-from megtool.checkpoint.storage.object_cache import CACHE_BYTES, object_cache
+from megtool.storage.objects.cache import CACHE_BYTES, object_cache
 from tests.support.models import tiny_llama
 from tests.support.stores.read_counts import CountingStore
 

@@ -14,13 +14,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import megtool
-from megtool.checkpoint.storage.adapter_stores import FsspecStore
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.object_cache import object_cache
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import SourceChangedError
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects.cache import object_cache
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.third_party import FsspecStore
 from tests.support.folders import contents
 from tests.support.models import tiny_text
 from tests.support.quant.quantize_sizes import SIZES, SMALL

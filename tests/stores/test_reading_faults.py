@@ -16,7 +16,7 @@ from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.fault_runs import CURED, FAULTS, Ending
 from tests.support.stores.s3_bucket import S3Bucket
 
-pytest.importorskip("megtool.checkpoint.storage.s3_store")
+pytest.importorskip("megtool.storage.stores.s3")
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import megtool
-from megtool.checkpoint.storage import connect
 from megtool.errors import MegtoolError, MissingPackageError, UsageError
+from megtool.storage.stores import connect
 from tests.support.models import tiny_llama
 from tests.support.stores.read_counts import CountingStore
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import megtool
-from megtool.reports import Report
+from megtool.report.sections import Report
 from tests.support.attack import specimens
 from tests.support.models.adapted_models import save_adapter
 from tests.support.shared_folder import shared_folder

@@ -13,8 +13,8 @@ from megtool.errors import StorageError
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-s3_module = pytest.importorskip("megtool.checkpoint.storage.s3_store")
-s3_client = pytest.importorskip("megtool.checkpoint.storage.s3_client")
+s3_module = pytest.importorskip("megtool.storage.stores.s3")
+s3_client = pytest.importorskip("megtool.storage.stores.s3_client")
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
 NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")

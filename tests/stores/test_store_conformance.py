@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store import (
+from megtool.errors import DestinationError, FormatError, StorageError
+from megtool.staging.publication import complete_once
+from megtool.storage.location.path import StorePath
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import (
     MIN_PART_BYTES,
     ConditionError,
     ObjectInfo,
@@ -20,8 +22,6 @@ from megtool.checkpoint.storage.store import (
     Store,
     UploadedPart,
 )
-from megtool.checkpoint.store_publish import complete_once
-from megtool.errors import DestinationError, FormatError, StorageError
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
@@ -45,7 +45,7 @@ def store(request: pytest.FixtureRequest) -> Store:
         return cloud
     use_s3: Callable[[S3Server], S3Bucket] = request.getfixturevalue("use_s3")
     bucket = use_s3(request.getfixturevalue("moto" if kind == "s3-moto" else "seaweedfs"))
-    s3_store = pytest.importorskip("megtool.checkpoint.storage.s3_store")
+    s3_store = pytest.importorskip("megtool.storage.stores.s3")
     out: Store = s3_store.S3Store(bucket.url())
     return out
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.storage.store import (
+from megtool.errors import StorageError
+from megtool.storage.stores.protocol import (
     MIN_PART_BYTES,
     ConditionError,
     ObjectMissingError,
     Store,
 )
-from megtool.errors import StorageError
 from tests.support.stores.fault_proxy import Action, FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 
-s3_module = pytest.importorskip("megtool.checkpoint.storage.s3_store")
+s3_module = pytest.importorskip("megtool.storage.stores.s3")
 DATA = random.Random(3).randbytes(1000)
 
 Call = Callable[[Store], object]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store_probe import probe_store
 from megtool.errors import DestinationError, StorageError
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects.probe import probe_store
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
 
 URL = "memory://probed"
 FOLDER = f"{URL}/.run.megtool"

@@ -11,12 +11,6 @@ from typing import Any
 import pytest
 
 from megtool import clean, reshard, verify
-from megtool.checkpoint.storage import part_layout
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store_index import store_index
-from megtool.checkpoint.transport import work_units
 from megtool.errors import (
     DestinationError,
     FormatError,
@@ -24,6 +18,12 @@ from megtool.errors import (
     SourceChangedError,
     StorageError,
 )
+from megtool.plan import work_units
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects import part_layout
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_llama
@@ -352,7 +352,7 @@ def test_what_another_program_puts_meanwhile_is_neither_taken_nor_removed(
 
 
 def test_two_runs_exclude_each_other(source: Path, store: CountedStore) -> None:
-    from megtool.checkpoint.storage.lease import Lease
+    from megtool.storage.objects.lease import Lease
 
     lease = Lease(StorePath(f"{URL}/.run.megtool/lock"))
     with raises(DestinationError, "is writing this destination", "wait until it has ended"):

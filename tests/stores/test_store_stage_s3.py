@@ -17,7 +17,7 @@ from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-S3Store = pytest.importorskip("megtool.checkpoint.storage.s3_store").S3Store
+S3Store = pytest.importorskip("megtool.storage.stores.s3").S3Store
 
 FORMATS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megtool import export, quantize, reshard
-from megtool.checkpoint.storage import part_buffers, part_layout
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.part_buffers import PartBuffers
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import DestinationError
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects import part_buffers, part_layout
+from megtool.storage.objects.part_buffers import PartBuffers
+from megtool.storage.stores.connect import register_store
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_llama

@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from megtool import clean, reshard
-from megtool.checkpoint.storage import part_layout
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.store_index import store_index
-from megtool.checkpoint.transport import work_units
 from megtool.errors import DestinationError, FormatError, MegtoolError, UsageError
+from megtool.plan import work_units
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects import part_layout
+from megtool.storage.stores.connect import register_store
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_llama

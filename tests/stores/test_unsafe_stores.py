@@ -13,7 +13,7 @@ from tests.support.stores.fault_proxy import Action, FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-pytest.importorskip("megtool.checkpoint.storage.s3_store")
+pytest.importorskip("megtool.storage.stores.s3")
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.storage import part_layout
+from megtool.storage.objects import part_layout
 from tests.support.models import tiny_llama
 from tests.support.stores import fault_runs
 from tests.support.stores.fault_proxy import FaultProxy, ProxiedRequest
 from tests.support.stores.fault_runs import CURED, FAULTS, Ending
 from tests.support.stores.s3_bucket import S3Bucket
 
-pytest.importorskip("megtool.checkpoint.storage.s3_store")
+pytest.importorskip("megtool.storage.stores.s3")
 
 FLIPS = {name for name in FAULTS if "flipped" in name}
 """Not told by a source without digests, unless the connection is encrypted."""

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import megtool
-from megtool.checkpoint.storage.adapter_stores import FsspecStore
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store import Listing, ObjectInfo, ObjectMissingError
 from megtool.cli.app import main
 from megtool.commands.verbs import VERBS
 from megtool.errors import DestinationError, StorageError, UsageError
 from megtool.options.field import all_fields
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import Listing, ObjectInfo, ObjectMissingError
+from megtool.storage.stores.third_party import FsspecStore
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megtool.checkpoint.storage.files import Files
+from megtool.storage.files import Files
 
 
 class CountedReads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megtool.pages.figures import (
+from megtool.report.figures import (
     HeatGrid,
     LineSeries,
     TreeNode,
@@ -14,7 +14,7 @@ from megtool.pages.figures import (
     line_figure,
     treemap,
 )
-from megtool.pages.page import (
+from megtool.report.page import (
     Page,
     PageColumn,
     PageFigure,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.config import ParallelConfig
-from megtool.convert.binding import Binding
-from megtool.convert.canonical import CanonicalModel
-from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.language.binding import Binding
+from megtool.convert.language.canonical import CanonicalModel
+from megtool.convert.megatron.names import PER_LAYER, STACKED
+from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.options.layout import ParallelConfig
 from megtool.tensors.registration_order import ORDERS, Order, likely_orders, registered
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config

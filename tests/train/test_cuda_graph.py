@@ -13,18 +13,18 @@ import torch
 from megtool.data.packing import PackedRows
 from megtool.errors import GraphRuleError, UsageError
 from megtool.inference.collate import collate_rows
-from megtool.model.dropout import Dropout
-from megtool.model.pipeline import PipelineSchedule
-from megtool.model.recompute import recompute
+from megtool.model.layers.dropout import Dropout
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.model.stacks.recompute import recompute
 from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_decoder
-from megtool.train.build_model import load_for_training
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_decoder
 from megtool.train.cuda_graph import GraphedSchedule, check_graphs
 from megtool.train.features.protocol import FeatureInputs
 from megtool.train.features.registry import TrainingFeatures
 from megtool.train.loop import TrainJob, TrainState, train
+from megtool.train.model.build import load_for_training
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import make_lr_schedule, make_optimizer, plan_run
 from tests.support.models import moe_models, tiny_text

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ParallelConfig
 from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
 from megtool.inference.collate import collate_rows
-from megtool.train.config import TrainConfig
+from megtool.options.layout import ParallelConfig
 from megtool.train.evaluation import evaluate
 from megtool.train.features.registry import TrainingFeatures
 from megtool.train.loop import patience_exhausted
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_plan import RunPlan, plan_run
 from tests.support.errors import raises
 from tests.support.models import tiny_text
@@ -85,7 +85,7 @@ def test_recomputing_changes_no_bit(model: Path, options: dict[str, Any]) -> Non
 
 
 def losses_with_recompute(model: Path, **options: Any) -> list[float]:
-    from megtool.model.recompute import recompute
+    from megtool.model.stacks.recompute import recompute
 
     mine = job(model)
     assert recompute(mine.stages, num_layers=None, **options) == 2

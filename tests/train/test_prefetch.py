@@ -11,7 +11,7 @@ import torch
 
 from megtool.data.packing import PackedRows
 from megtool.errors import FormatError, UsageError
-from megtool.train.config import TrainConfig
+from megtool.train.options.config import TrainConfig
 from megtool.train.prefetch import RowPrefetcher
 from tests.support.errors import raises
 from tests.support.models import tiny_text

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import record_function
 
 from megtool.errors import UsageError
+from megtool.train.options.profile import ProfileOptions
 from megtool.train.profile import StepProfiler
-from megtool.train.profile_options import ProfileOptions
 from tests.support.errors import raises
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megtool.errors import UsageError
-from megtool.train.config import TrainConfig
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_plan import RunPlan, make_lr_schedule, saves_in_background
 
 BATCH, ITERS = 4, 25

@@ -71,8 +71,8 @@ def run(options: Options, phase: Phases) -> Options:
 
 def _ours(options: Options, tokens: Any, places: Any, is_packed: bool) -> Any:
     from megtool.model.batch import Batch
-    from megtool.reshard.open_source import open_source
-    from megtool.train.build_model import load_for_training
+    from megtool.source.open import open_source
+    from megtool.train.model.build import load_for_training
 
     (decoder,) = load_for_training(open_source(Path(options["folder"])))
     decoder.train(options["backward"])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.convert.families import family
-from megtool.model.decoder import Decoder
+from megtool.convert.families.family import family
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 
 # Layers, hidden, ffn, heads, key-value heads, vocabulary.

@@ -16,8 +16,8 @@ from torch import Tensor
 from bench import megatron
 from bench.gpu import decoder, fill, race, theirs
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.cpu_offload import HybridDeviceOptimizer
 from megtool.optim.distributed import DistributedOptimizer

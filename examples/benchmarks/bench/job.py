@@ -33,10 +33,10 @@ def reshard(options: Options, phase: Phases) -> Options:
 
 def quantize(options: Options, phase: Phases) -> Options:
     """Write the source by a recipe that needs no data; amax of inputs are made up."""
-    from megtool.checkpoint.digest import DigestMode
-    from megtool.quant.pipeline.write import write
+    from megtool.digests.crc32c import DigestMode
     from megtool.quant.qparams import QParams, WeightQParams
     from megtool.quant.resolve import resolve_recipe
+    from megtool.quantize.layout.write import write
     from megtool.reshard.execute import ExecutionOptions
     from megtool.reshard.writers.target_spec import TargetOptions
 
@@ -117,12 +117,12 @@ def peft(options: Options, phase: Phases) -> Options:
 
 def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
-    from megtool.checkpoint.plan import PlanSource
-    from megtool.checkpoint.planner import build_plan
-    from megtool.config import LayoutOptions
-    from megtool.reshard.open_source import open_source
+    from megtool.options.layout import LayoutOptions
+    from megtool.plan.copies import PlanSource
+    from megtool.plan.planner import build_plan
     from megtool.reshard.target import make_target
     from megtool.reshard.writers.target_spec import TargetOptions
+    from megtool.source.open import open_source
 
     with phase("open"):
         opened = open_source(Path(options["source"]))

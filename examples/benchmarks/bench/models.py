@@ -15,7 +15,7 @@ def forward(options: Options, phase: Phases) -> Options:
 
     from megtool.inference.load import load
     from megtool.model.batch import Batch
-    from megtool.reshard.open_source import open_source
+    from megtool.source.open import open_source
 
     torch.set_num_threads(options["threads"])
     with phase("load"):
@@ -50,11 +50,11 @@ def calibrate(options: Options, phase: Phases) -> Options:
     import torch
 
     from megtool.model.batch import Batch
-    from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.calibration.calibrate import calibrate
     from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.calibration.settings import CalibrationSettings
     from megtool.quant.resolve import resolve_recipe
+    from megtool.quant.statistics.activation_sites import list_activation_sites
 
     torch.set_num_threads(options["threads"])
     with phase("load"):
@@ -140,7 +140,7 @@ def cross_entropy(options: Options, phase: Phases) -> Options:
     import torch
     import torch.nn.functional as F
 
-    from megtool.kernels.cross_entropy import linear_cross_entropy
+    from megtool.kernels.vocabulary.cross_entropy import linear_cross_entropy
 
     torch.set_num_threads(options["threads"])
     torch.manual_seed(0)
@@ -180,9 +180,9 @@ def gradient_accumulation(options: Options, phase: Phases) -> Options:
     """Backward passes of a decoder's micro-batches, with the optimizer's fusion or without."""
     import torch
 
-    from megtool.convert.families import family
+    from megtool.convert.families.family import family
     from megtool.model.batch import Batch
-    from megtool.model.decoder import Decoder
+    from megtool.model.stacks.decoder import Decoder
     from megtool.optim.config import OptimizerConfig
     from megtool.optim.distributed import DistributedOptimizer
     from megtool.parallel.process_groups import ProcessGroups

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.containers.pickle_writer import make_namespace
-from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
-from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
+from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.pipeline_split import Pipeline, even_text
+from megtool.pickles.writer import make_namespace
 from megtool.tensors.box import Boxes, split
 from megtool.tensors.sharded import GlobalTensor, Shards
 

@@ -30,12 +30,12 @@ def _quantize(options: Options, phase: Phases, **how: Any) -> Options:
 
     import megtool.commands.quantize
     import megtool.quant.calibration.calibrate
-    import megtool.quant.modelopt_backend.unit_solver
-    import megtool.quant.pipeline.finalize
-    import megtool.quant.pipeline.pipeline
-    import megtool.quant.verification.verify_folder  # noqa: F401  # peers' are imported before
+    import megtool.quant.modelopt.unit_solver
+    import megtool.quantize.finalize
+    import megtool.quantize.pipeline
+    import megtool.quantize.verification.verify_folder  # noqa: F401  # peers' are imported before
     from megtool import quantize
-    from megtool.quant.modelopt_backend.load_modelopt import import_modelopt
+    from megtool.quant.modelopt.load import import_modelopt
 
     if how.get("backend") == "modelopt":
         import_modelopt()
@@ -175,8 +175,8 @@ def finetune(options: Options, phase: Phases) -> Options:
     import megtool.optim.distributed
     import megtool.optim.replicated
     import megtool.reshard.writers.torch_dist
-    import megtool.train.checkpointing.resume_point
     import megtool.train.loss_plot
+    import megtool.train.resume_point
     import megtool.train.run  # noqa: F401  # what peers import is imported before
     from megtool import finetune
 
@@ -211,7 +211,7 @@ def peer_draft_head(options: Options, phase: Phases) -> Options:
     from transformers import AutoModelForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from megtool.reshard.open_source import open_decoder
+    from megtool.source.open import open_decoder
     from megtool.train.features.eagle_head import make_eagle_config
 
     torch.set_num_threads(options["threads"])

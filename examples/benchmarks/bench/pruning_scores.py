@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megtool.console import silent
 from megtool.convert.pruning_scores import PruningScores, model_sizes
-from megtool.inference.channel_importance import ChannelImportance
-from megtool.inference.layer_influence import LayerInfluence
+from megtool.inference.evaluation.channel_importance import ChannelImportance
+from megtool.inference.evaluation.layer_influence import LayerInfluence
 from megtool.inference.runtime import RuntimeOptions, load_forward, on_ranks
 from megtool.model.batch import Batch
-from megtool.quant.modelopt_backend.load_modelopt import silence_output
-from megtool.reshard.open_source import open_decoder
+from megtool.quant.modelopt.load import silence_output
+from megtool.source.open import open_decoder
 
 OURS = "megtool"
 MINITRON, WEIGHTED, ITERATIVE, NORMS, GROUPS = (

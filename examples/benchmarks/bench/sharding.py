@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.training import ADAM, CLIP, DECAY, LR, LossOf, batch, decayed, fill
-from megtool.config import ParallelConfig
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.fully_shard import FullyShard, sharded_modules
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.fully_shard import FullyShard, sharded_modules
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fully_sharded import FullyShardedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.tensors.dtensor_shards import local_shard

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store import ObjectInfo, UploadedPart
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import ObjectInfo, UploadedPart
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # the servers and the proxy are those of the tests

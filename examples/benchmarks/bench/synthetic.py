@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.formats.safetensors import plan_safetensors_layout
 from megtool.dtypes import dtype as named_dtype
+from megtool.formats.safetensors.reader import plan_safetensors_layout
 from megtool.tensors.sharded import GlobalTensor
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "norm", "lm_head")

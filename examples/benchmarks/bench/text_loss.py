@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from megtool.console import silent
-from megtool.export.engine_arithmetic import run_as_engine
-from megtool.inference.evaluate import predictions
-from megtool.inference.evaluation_texts import read_token_documents
+from megtool.export.hf.engine_arithmetic import run_as_engine
+from megtool.inference.evaluation.perplexity import predictions
+from megtool.inference.evaluation.texts import read_token_documents
 from megtool.inference.runtime import RuntimeOptions, load_forward, on_ranks
 from megtool.inference.windows import batches
-from megtool.reshard.open_source import open_decoder
+from megtool.source.open import open_decoder
 
 WINDOW = 2048
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from bench.race import run_job
 from bench.synthetic import LARGE, SMALL, configuration, shapes
-from megtool.checkpoint.formats.safetensors import plan_safetensors_layout
 from megtool.dtypes import dtype
+from megtool.formats.safetensors.reader import plan_safetensors_layout
 from megtool.tensors.sharded import GlobalTensor
 
 BYTES_PER_PARAMETER = 14

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megtool.config import ParallelConfig
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 

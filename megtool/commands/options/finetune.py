@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megtool.checkpoint.storage.location import is_remote
 from megtool.errors import UsageError
 from megtool.options.effects import requires
 from megtool.options.field import argument, option
 from megtool.options.groups import OUTPUT, SOURCE, DryRunOptions, ObjectOptions, PageOptions
-from megtool.train.config import TrainConfig
+from megtool.storage.location.path import is_remote
+from megtool.train.options.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

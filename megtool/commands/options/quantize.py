@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from megtool.checkpoint.storage.location import location
 from megtool.options.effects import requires
 from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
 from megtool.options.groups import (
@@ -23,6 +22,7 @@ from megtool.options.groups import (
     TokenizerOptions,
     WorkerOptions,
 )
+from megtool.storage.location.path import location
 
 RECIPE, CALIBRATION, CHECK = "Recipe", "Calibration", "Check"
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megtool.config import LayoutOptions
 from megtool.options.effects import is_set, requires
 from megtool.options.field import (
     OptionCondition,
@@ -25,6 +24,7 @@ from megtool.options.groups import (
     PageOptions,
     WorkerOptions,
 )
+from megtool.options.layout import LayoutOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megtool.pages.figures import HeatGrid
+from megtool.report.figures import HeatGrid
 
 _LAYER = re.compile(r"(?:^|[./:])(?:layers?|h|blocks?|blk)[./](\d+)[./]")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import location, require_local
 from megtool.data.retro.blocks import RowBlock, find_blocks, plan_blocks
 from megtool.data.retro.chunk_database import read_infos
 from megtool.data.retro.hdf5 import Hdf5Output, Hdf5Table, load_h5py
 from megtool.data.retro.settings import RetroSettings, is_inside
 from megtool.errors import FormatError, UsageError
+from megtool.staging.folder.stage import StagingFolder
+from megtool.storage.files import Files
+from megtool.storage.location.path import location, require_local
 
 QUERY = "query"
 NONE = -1

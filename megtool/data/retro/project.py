@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.storage.location import location, require_local
 from megtool.data.indexed import IndexedDataset
 from megtool.data.retro.chunk_database import (
     DATABASE,
@@ -21,6 +20,7 @@ from megtool.data.retro.neighbors import QUERY, NeighborBlocks, gather
 from megtool.data.retro.queries import QuerySamples
 from megtool.data.retro.settings import RetroSettings
 from megtool.errors import FormatError, UsageError
+from megtool.storage.location.path import location, require_local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

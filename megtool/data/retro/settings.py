@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, UsageError
+from megtool.storage.files import Files
 
 CONFIG = "config.json"
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.convert.config_keys import skip_flags
-from megtool.convert.families import Family
-from megtool.convert.mapping import Table
-from megtool.convert.nested import TEXT_CONFIG
+from megtool.convert.config.keys import skip_flags
+from megtool.convert.families.family import Family
+from megtool.convert.families.nested import TEXT_CONFIG
+from megtool.convert.language.mapping import Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.block_encoder import Change
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 Limit = tuple[Callable[[ModelConfig], bool], str]
 

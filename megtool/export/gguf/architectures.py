@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.convert.families import Family, family
-from megtool.convert.mapping import Cat, Row
+from megtool.convert.families.family import Family, family
+from megtool.convert.language.mapping import Cat, Row
 from megtool.errors import MappingError
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import (
@@ -40,7 +40,7 @@ from megtool.export.gguf.expert_architectures import MOES
 from megtool.export.gguf.gemma_architectures import GEMMAS
 from megtool.export.gguf.hybrid_architectures import HYBRIDS
 from megtool.export.gguf.latent_architectures import LATENTS
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 _TIED: Limit = (lambda c: c.tied_embeddings, "llama.cpp has an output matrix beside the embedding")
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.export.gguf.header import PLAIN
 from megtool.number_formats.gguf import encode
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import digest_facts, round_to_dtype, to_bits
+from megtool.plan.work_units import UNIT_BYTES
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader, TargetRegion, count_region_bytes
+from megtool.transport.constant_feed import digest_facts, round_to_dtype, to_bits
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,28 +15,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Extents
-from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.formats.safetensors import whole_shards
-from megtool.checkpoint.plan import PlanSource
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.export.gguf.block_encoder import GrainFeed, find_grain_order
 from megtool.export.small_tensors import reciprocal
+from megtool.formats.safetensors.reader import whole_shards
 from megtool.lint.scale_sanity import LARGEST_SCALE
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, LOW_RANK, SCALE, SCALE_2
 from megtool.number_formats.gguf import block, pack_nvfp4
 from megtool.number_formats.packed_parts import WHOLE, PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import digest_facts
+from megtool.plan.copies import PlanSource
+from megtool.plan.work_units import UNIT_BYTES
+from megtool.storage.files import Files
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue, Extents
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader
+from megtool.transport.constant_feed import digest_facts
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 NVFP4 = "NVFP4"
 """GGUF's name of the type."""

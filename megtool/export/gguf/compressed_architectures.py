@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megtool.convert.mapping import Cat, Row, Table
+from megtool.convert.language.mapping import Cat, Row, Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import Choice, Limit, written
-from megtool.model_checks import OVERLAP_RATIO
-from megtool.model_config import ModelConfig
+from megtool.spec.checks import OVERLAP_RATIO
+from megtool.spec.model_config import ModelConfig
 
 _L, _B = "layers.{l}.", "blk.{l}."
 _A, _I = _L + "attn.", _L + "attn.index_"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megtool.convert.mapping import Row, Table
+from megtool.convert.language.mapping import Row, Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import (
     BIASED,
@@ -28,7 +28,7 @@ from megtool.export.gguf.architecture import (
     list_windows,
     written,
 )
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 
 def _glm_moe_keys(c: ModelConfig) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megtool.errors import UsageError
 from megtool.export.gguf.carried_blocks import NVFP4
 from megtool.export.gguf.header import PLAIN
-from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import block, encodings
+from megtool.spec.model_config import ModelConfig
 
 _MIXES = {
     "Q2_K": "Q2_K",

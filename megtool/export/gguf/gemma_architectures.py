@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megtool.convert.mapping import Row, Table
+from megtool.convert.language.mapping import Row, Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import (
     BIASED,
@@ -18,7 +18,7 @@ from megtool.export.gguf.architecture import (
     list_windows,
     written,
 )
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 _GEMMA: Table = (
     Row("token_embd.weight", "embed.weight"),

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.embedded_digests import METADATA_KEY, check_reserved, reserve_digests
-from megtool.checkpoint.formats.safetensors import whole_shards
+from megtool.digests.embedded import METADATA_KEY, check_reserved, reserve_digests
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.formats.safetensors.reader import whole_shards
 from megtool.number_formats.gguf import package, row_bytes
+from megtool.tensors.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.tensors.sharded import GlobalTensor
 
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

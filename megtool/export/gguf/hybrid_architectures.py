@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megtool.convert.families import Family
-from megtool.convert.mapping import in_branches
+from megtool.convert.families.family import Family
+from megtool.convert.language.mapping import in_branches
 from megtool.export.gguf import hybrid_tables, tables
 from megtool.export.gguf.architecture import (
     BIASED,
@@ -25,7 +25,7 @@ from megtool.export.gguf.architecture import (
     written,
 )
 from megtool.export.gguf.block_encoder import DECAY, Change
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 _LIMITED_STEPS: Limit = (
     lambda c: c.mamba_step_limit is not None,

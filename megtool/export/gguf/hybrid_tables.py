@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megtool.convert.mapping import (
+from megtool.convert.language.mapping import (
     Cat,
     Grouped,
     Row,

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.gguf import open_checkpoint
-from megtool.checkpoint.formats.header_reader import read_start
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.local_copy import map_file
 from megtool.errors import CalibrationError, FormatError
-from megtool.model_config import ModelConfig
+from megtool.formats.gguf.reader import open_checkpoint
+from megtool.formats.header_reader import read_start
 from megtool.number_formats.gguf import package
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import Files
+from megtool.storage.local_copy import map_file
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
 
 if TYPE_CHECKING:
@@ -135,10 +135,10 @@ def open_importance(path: Path, opened: CheckpointSource, config: ModelConfig) -
     """
     if read_start(path, 4) == b"GGUF":
         return _read_imatrix(path)
-    from megtool.quant.calibration.activation_sites import list_activation_sites
     from megtool.quant.calibration.calibration_file import CalibrationFile, check_model
     from megtool.quant.calibration.fingerprint import Fingerprint, hash_model
     from megtool.quant.recipes.modules import list_modules
+    from megtool.quant.statistics.activation_sites import list_activation_sites
 
     try:
         calibration = CalibrationFile.load(path)

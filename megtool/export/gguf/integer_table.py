@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
 from megtool.errors import FormatError
-from megtool.reshard.constant_feed import WholeTensorFeed, digest_facts, to_bits
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader
+from megtool.transport.constant_feed import WholeTensorFeed, digest_facts, to_bits
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 _LARGEST = np.iinfo(np.int32).max
 

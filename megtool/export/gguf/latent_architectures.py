@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megtool.convert.mapping import Row, Table
+from megtool.convert.language.mapping import Row, Table
 from megtool.export.gguf import hybrid_tables, tables
 from megtool.export.gguf.architecture import (
     MIXED_LAYERS,
@@ -16,7 +16,7 @@ from megtool.export.gguf.architecture import (
 )
 from megtool.export.gguf.block_encoder import DECAY
 from megtool.export.gguf.words import HeadsOf
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 _ATTN = "layers.{l}.attn."
 _ATTENTION: Table = (

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from megtool.convert.canonical import Weight
+from megtool.convert.language.canonical import Weight
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement, narrow, refine
 from megtool.tensors.sharded import GlobalTensor
 

@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.convert.binding import Binding, WrittenBinding, summarize
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
+from megtool.convert.language.binding import Binding, WrittenBinding, summarize
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.export.gguf.architecture import Architecture
@@ -22,10 +20,12 @@ from megtool.export.gguf.importance import ImportanceMatrix, column_weights
 from megtool.export.gguf.integer_table import IntegerFeed
 from megtool.export.gguf.latent_split import HALVES_OF_KV
 from megtool.export.gguf.metadata_keys import build_rope_factors
-from megtool.model_config import ModelConfig
-from megtool.reshard.constant_feed import ConstantFeed
+from megtool.spec.model_config import ModelConfig
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import TensorFeed
+from megtool.transport.constant_feed import ConstantFeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

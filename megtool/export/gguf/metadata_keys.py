@@ -20,8 +20,8 @@ from megtool.convert.gguf import (
 )
 from megtool.errors import MappingError
 from megtool.export.gguf.architecture import Architecture
-from megtool.model_config import ModelConfig
 from megtool.number_formats.gguf import package
+from megtool.spec.model_config import ModelConfig
 
 _QUANTIZATION_VERSION = 2
 _EPSILONS = {

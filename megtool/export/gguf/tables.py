@@ -6,7 +6,7 @@ it turns pairs and the model halves, rows of queries and keys are permuted.
 
 from __future__ import annotations
 
-from megtool.convert.mapping import (
+from megtool.convert.language.mapping import (
     Cat,
     Row,
     Stacked,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megtool.convert.canonical import CanonicalModel
-from megtool.convert.expression import Expression
-from megtool.convert.mapping import Word, WordLike, word
-from megtool.convert.tensor_layout import TensorLayout, permute, transpose
+from megtool.convert.language.canonical import CanonicalModel
+from megtool.convert.language.expression import Expression
+from megtool.convert.language.mapping import Word, WordLike, word
+from megtool.convert.language.tensor_layout import TensorLayout, permute, transpose
 from megtool.errors import MappingError
 
 

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megtool import __version__
-from megtool.checkpoint.destination_check import check_file
-from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files, read_file
 from megtool.console import Progress, several, silent
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.dtypes import dtype
 from megtool.errors import DestinationError, FormatError, MappingError, UsageError
 from megtool.export.gguf.architecture import Architecture
@@ -35,14 +30,19 @@ from megtool.export.gguf.metadata_keys import build_model_keys
 from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
 from megtool.export.staged_export import PlannedExport
-from megtool.model_config import ModelConfig
 from megtool.number_formats.kquants import K_QUANTS, WEIGHED
 from megtool.options.groups import SourceOptions
+from megtool.plan.copies import DroppedItem, PlanSource, ReshardPlan
+from megtool.plan.planner import build_plan
 from megtool.reshard.execute import ExecutionOptions, expected_digests, source_paths
-from megtool.reshard.open_source import open_source
-from megtool.reshard.repeated_tensors import find_false_copies
-from megtool.reshard.source import CheckpointSource, collect_saved_tokenizer, unknown_model
+from megtool.source.checkpoint import CheckpointSource, collect_saved_tokenizer, unknown_model
+from megtool.source.open import open_source
+from megtool.source.repeated_tensors import find_false_copies
+from megtool.spec.model_config import ModelConfig
+from megtool.staging.destination.check import check_file
+from megtool.storage.files import Files, read_file
 from megtool.tensors.placement import Placement
+from megtool.transport.reading.reader import CheckpointReader
 
 _LOG = logging.getLogger(__name__)
 _FILES = (

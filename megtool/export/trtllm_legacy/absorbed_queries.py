@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import ElementReader, RegionReader, TargetRegion
-from megtool.checkpoint.transport.cast import cast
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.export.trtllm_legacy.ranks import AbsorbedQueries
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import digest_facts
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.cast import cast
+from megtool.transport.computed_tensors import ElementReader, RegionReader, TargetRegion
+from megtool.transport.constant_feed import digest_facts
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from megtool.errors import MappingError
 from megtool.export.quantized_module import QuantizedModule
 from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
-from megtool.model_config import ModelConfig
 from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
+from megtool.spec.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Families of latent attention."""

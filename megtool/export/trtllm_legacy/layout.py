@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from megtool.errors import LayoutError, MappingError
 from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 
 def check_family(name: str | None, config: ModelConfig) -> None:

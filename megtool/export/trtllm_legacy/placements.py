@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion
-from megtool.checkpoint.plan import Fill
-from megtool.checkpoint.transport.cast import cast
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.export.trtllm_legacy.ranks import RankBox
 from megtool.number_formats.small_floats import single
-from megtool.reshard.constant_feed import digest_facts
+from megtool.plan.copies import Fill
 from megtool.tensors.box import Boxes, numel
 from megtool.tensors.placement import Placement, narrow, pieces, refine
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.cast import cast
+from megtool.transport.computed_tensors import RegionReader, TargetRegion
+from megtool.transport.constant_feed import digest_facts
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 
 @dataclass(slots=True, kw_only=True)

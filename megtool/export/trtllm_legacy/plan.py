@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.checkpoint.plan import DroppedItem
 from megtool.console import several
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
@@ -30,10 +27,13 @@ from megtool.export.trtllm_legacy.ranks import (
     RankTensor,
     list_rank_tensors,
 )
-from megtool.model_config import ModelConfig
-from megtool.reshard.constant_feed import ConstantFeed
+from megtool.plan.copies import DroppedItem
+from megtool.spec.model_config import ModelConfig
+from megtool.tensors.catalogue import Catalogue, Destination
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import TensorFeed
+from megtool.transport.constant_feed import ConstantFeed
 
 _F32 = named_dtype("float32")
 _SIXTEEN = ("bfloat16", "float16")

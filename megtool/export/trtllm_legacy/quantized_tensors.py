@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.checkpoint.transport.cast import cast
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, MappingError
@@ -21,8 +19,10 @@ from megtool.export.trtllm_legacy.ranks import RankBox, RankTensor
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
-from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.cast import cast
+from megtool.transport.computed_tensors import TensorFeed
+from megtool.transport.constant_feed import ConstantFeed
 
 _F32 = named_dtype("float32")
 

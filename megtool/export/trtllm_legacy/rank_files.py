@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.formats.safetensors import place_tensors, whole_shards
-from megtool.checkpoint.formats.safetensors_header import SafetensorsEntry, encode_header
+from megtool.formats.safetensors.header import SafetensorsEntry, encode_header
+from megtool.formats.safetensors.reader import place_tensors, whole_shards
+from megtool.tensors.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.tensors.sharded import GlobalTensor
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 EMBED, HEAD = "transformer.vocab_embedding", "lm_head"
 

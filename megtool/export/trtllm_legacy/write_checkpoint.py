@@ -7,31 +7,31 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megtool import __version__
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantization_config import quantization_config
-from megtool.checkpoint.plan import PlanSource, ReshardPlan
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.storage.files import Files
-from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.export.engine_commands import describe_build
+from megtool.export.hf.read_quantized import read_quantized_modules
 from megtool.export.preflight import check_source_scales
 from megtool.export.quantized_module import QuantizedModules
-from megtool.export.read_quantized import read_quantized_modules
 from megtool.export.report import ExportReport
 from megtool.export.small_tensors import SmallTensorReader
 from megtool.export.staged_export import PlannedExport
 from megtool.export.trtllm_legacy.layout import check_family
 from megtool.export.trtllm_legacy.plan import LegacyModel, TrtllmLegacyPlan, plan_trtllm_legacy
 from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights, find_quantized_weights
+from megtool.formats.safetensors.quantization_config import quantization_config
 from megtool.options.groups import SourceOptions
+from megtool.options.layout import ParallelConfig
+from megtool.plan.copies import PlanSource, ReshardPlan
+from megtool.plan.planner import build_plan
 from megtool.reshard.execute import ExecutionOptions, source_paths
-from megtool.reshard.open_source import open_source
-from megtool.reshard.repeated_tensors import find_false_copies
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.source.checkpoint import CheckpointSource, unknown_model
+from megtool.source.open import open_source
+from megtool.source.repeated_tensors import find_false_copies
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32"}
 _ENGINE_MAKES = "W8A16"

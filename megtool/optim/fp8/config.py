@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megtool.errors import UsageError
-from megtool.kernels.fp8 import LARGEST, Kind
+from megtool.kernels.fp8.cast import LARGEST, Kind
 
 Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 Format = Literal["hybrid", "e4m3"]

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.kernels.dispatch import requested_implementation, use
-from megtool.kernels.fp8 import (
+from megtool.kernels.experts.grouped_gemm import add_expert_bias
+from megtool.kernels.fp8.cast import (
     DTYPES,
     LARGEST,
     Kind,
@@ -25,13 +26,12 @@ from megtool.kernels.fp8 import (
     quantize_blocks,
     scale_from_amax,
 )
-from megtool.kernels.fp8_products import multiply_groups, multiply_rows
-from megtool.kernels.grouped_gemm import add_expert_bias
+from megtool.kernels.fp8.products import multiply_groups, multiply_rows
 from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config
-from megtool.optim.fp8.fp8_weights import find_fp8_weight
 from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, Operand
+from megtool.optim.fp8.weights import find_fp8_weight
 
 _ALIGNMENT = 16  # rows of an expert, for FP8 products on CUDA
 

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
 from megtool.kernels.dispatch import requested_implementation, use
-from megtool.kernels.fp8 import Quantized
-from megtool.kernels.fp8_products import multiply
+from megtool.kernels.fp8.cast import Quantized
+from megtool.kernels.fp8.products import multiply
 from megtool.optim.fp8.scaling import Fp8Scaling
 
 LEAST_CAPABILITY = (8, 9)

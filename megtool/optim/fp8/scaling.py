@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megtool.kernels.fp8 import (
+from megtool.kernels.fp8.cast import (
     Kind,
     Quantized,
     amax,
@@ -23,7 +23,7 @@ from megtool.kernels.fp8 import (
 from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config
-from megtool.optim.fp8.fp8_weights import find_fp8_weight
+from megtool.optim.fp8.weights import find_fp8_weight
 from megtool.parallel.collectives import all_max
 from megtool.parallel.process_groups import ALONE, Group
 

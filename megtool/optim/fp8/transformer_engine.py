@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels.fp8 import amax, scale_from_amax
-from megtool.kernels.te_linear import TeModule, TERegion
-from megtool.kernels.transformer_engine import load
+from megtool.kernels.fp8.cast import amax, scale_from_amax
+from megtool.kernels.transformer_engine.library import load
+from megtool.kernels.transformer_engine.linear import TeModule, TERegion
 from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.parallel.process_groups import ProcessGroups

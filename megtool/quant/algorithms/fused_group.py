@@ -32,10 +32,10 @@ from megtool.quant.algorithms.weight_grid import (
     make_grid,
     max_input_code,
 )
-from megtool.quant.calibration.observers import observe_amax
-from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.qparams import LowRankBranch
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat
+from megtool.quant.statistics.observers import observe_amax
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 
 _ROOM_ABOVE = 448 / 256
 """By how much more than the amax of an entire tensor its global scale allows, so that the block

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, StorageError
 from megtool.quant.calibration.calibration_file_io import array_crc32c
+from megtool.storage.files import Files
 
 _DEVICE_MEMORY_DIVISOR = 2
 """Activations may use one part in this many of the free device memory."""

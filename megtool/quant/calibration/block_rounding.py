@@ -12,11 +12,10 @@ from torch import Tensor
 
 from megtool.inference.layer_streaming import replaced, restored
 from megtool.model.forward_context import ForwardContext
-from megtool.model.hook_locations import tapped
+from megtool.model.stacks.hook_locations import tapped
 from megtool.quant.algorithms.algorithm_config import AlgorithmConfig
 from megtool.quant.algorithms.learned_rounding import LearnedRounding
 from megtool.quant.algorithms.weight_grid import Grid, make_grid
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.layer_runner import LayerRunner
@@ -25,6 +24,7 @@ from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.straight_through import straight_through
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.quant.qparams import QParams, WeightQParams
+from megtool.quant.statistics.activation_sites import ActivationSite
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,25 +15,25 @@ from dataclasses import replace
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
 from megtool.model.batch import Batch
-from megtool.model_config import ModelConfig
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.expert_coverage import fill_missing_statistics
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.micro_batches import num_valid, shard_micro_batches, split_batches
 from megtool.quant.calibration.rank_sync import RankSync
+from megtool.quant.calibration.requirements import derive_requirements
 from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.calibration.sequential import CalibrationRun
 from megtool.quant.calibration.settings import CalibrationSettings
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import derive_requirements
-from megtool.quant.solve_qparams import solve_qparams
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
 

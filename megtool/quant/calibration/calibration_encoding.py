@@ -10,9 +10,9 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from megtool.quant.calibration.calibration_file_io import Array, Arrays
-from megtool.quant.calibration.statistics import BINS, ActivationStatistics
 from megtool.quant.qparams import KVCacheQParams, LowRankBranch, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, KV_BITS, BlockScales, RecipeFormat
+from megtool.quant.statistics.site_statistics import BINS, ActivationStatistics
 
 _SUMS = (("amax", "float32"), ("abs_sum", "float64"), ("square_sum", "float64"))
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import CalibrationError, FormatError
 from megtool.quant.calibration import calibration_file_io, sensitivities
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.calibration_encoding import (
     decode_qparams,
     decode_statistics,
@@ -19,12 +17,14 @@ from megtool.quant.calibration.calibration_encoding import (
     encode_statistics,
 )
 from megtool.quant.calibration.fingerprint import Fingerprint
+from megtool.quant.calibration.requirements import derive_requirements
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import derive_requirements
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.storage.files import Files
 
 _VERSION = 4
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.digest import crc32c, reject_constant
-from megtool.checkpoint.formats.safetensors_header import (
+from megtool.digests.crc32c import crc32c, reject_constant
+from megtool.dtypes import dtype as named
+from megtool.errors import CalibrationError, FormatError
+from megtool.formats.safetensors.header import (
     SafetensorsEntry,
     encode_header,
     read_header,
 )
-from megtool.checkpoint.object_upload import upload_object
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.local_copy import map_file
-from megtool.checkpoint.storage.location import StorePath
-from megtool.dtypes import dtype as named
-from megtool.errors import CalibrationError, FormatError
+from megtool.staging.store.object_upload import upload_object
+from megtool.storage.files import Files
+from megtool.storage.local_copy import map_file
+from megtool.storage.location.path import StorePath
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]

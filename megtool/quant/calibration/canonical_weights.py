@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numeric_values
 from megtool.errors import CalibrationError
 from megtool.quant.algorithms.pre_quant_scale import NormWeights
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.storage.files import Files
+from megtool.transport.cast import numeric_values
+from megtool.transport.reading.reader import CheckpointReader
 
 _TILE = 1 << 20
 

@@ -9,8 +9,8 @@ from functools import reduce
 from typing import Literal, get_args
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.activation_sites import ActivationSite
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 
 UnseenExpertPolicy = Literal["share", "weights", "none"]
 POLICIES: tuple[UnseenExpertPolicy, ...] = get_args(UnseenExpertPolicy)

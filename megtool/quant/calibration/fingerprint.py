@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megtool import __version__
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import FormatError
-from megtool.model_config import ModelConfig
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement, narrow
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.shard_locator import count_cuttable_dims
 
 if TYPE_CHECKING:
     from megtool.model.batch import Batch

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.layer_streaming import find_streamer
-from megtool.kernels.cuda_graphs import CudaGraphs, Function
-from megtool.kernels.graph_rule_checker import graphed
+from megtool.kernels.graphs.cuda_graphs import CudaGraphs, Function
+from megtool.kernels.graphs.rule_checker import graphed
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
 from megtool.model.forward_context import ForwardContext
-from megtool.model.moe import MoeMlp
+from megtool.model.moe.experts import MoeMlp
+from megtool.model.stacks.decoder import Decoder
 from megtool.quant.calibration.micro_batches import MicroBatch, move_to_device
 
 _LOG = logging.getLogger(__name__)

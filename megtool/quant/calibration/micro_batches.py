@@ -11,9 +11,9 @@ from torch import Tensor
 from megtool.errors import CalibrationError
 from megtool.inference.windows import IGNORED
 from megtool.model.batch import Batch
-from megtool.model_config import ModelConfig
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
+from megtool.spec.model_config import ModelConfig
 
 MAX_TOKENS = 4096
 MAX_INTERMEDIATE_BYTES = 160 << 20

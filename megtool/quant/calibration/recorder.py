@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CalibrationError, UsageError
-from megtool.kernels.cuda_graphs import is_checking_graph_rules
+from megtool.kernels.graphs.cuda_graphs import is_checking_graph_rules
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import HookLocation, places
-from megtool.model.moe import MoeMlp
+from megtool.model.moe.experts import MoeMlp
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.hook_locations import HookLocation, places
 from megtool.parallel.collectives import all_max, gather_columns
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.quant.calibration.activation_sites import ActivationSite
-from megtool.quant.calibration.reduce_statistics import reduce_statistics
-from megtool.quant.calibration.running_statistics import NO_BAD_ROW, RunningStatistics
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.reduce import reduce_statistics
+from megtool.quant.statistics.running import NO_BAD_ROW, RunningStatistics
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import CalibrationError
 from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.calibration_encoding import (
@@ -27,8 +25,10 @@ from megtool.quant.calibration.calibration_encoding import (
     encode_statistics,
 )
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.qparams import QParams
+from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.storage.files import Files
+from megtool.storage.lock import LockFile
 
 _LOG = logging.getLogger(__name__)
 

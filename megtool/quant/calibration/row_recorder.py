@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import HookLocation
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.hook_locations import HookLocation
 from megtool.parallel.process_groups import Group
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.recorder import ActivationRecorder, WatchedSite, raise_nonfinite
-from megtool.quant.calibration.reduce_statistics import gather_site_columns
-from megtool.quant.calibration.running_statistics import RunningStatistics
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.reduce import gather_site_columns
+from megtool.quant.statistics.running import RunningStatistics
 
 RowReader = Callable[[ActivationSite, Tensor], None]
 

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from megtool.console import Progress
 from megtool.errors import CalibrationError, MegtoolError
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.algorithms.algorithm_config import resolve_algorithm
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.block_rounding import BlockRounding
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
@@ -28,16 +26,18 @@ from megtool.quant.calibration.layer_runner import LayerRunner, mask_uncounted
 from megtool.quant.calibration.micro_batches import MicroBatch
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.recorder import ActivationRecorder
+from megtool.quant.calibration.requirements import derive_requirements
 from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.calibration.settings import CalibrationSettings
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import derive_requirements
-from megtool.quant.solve_qparams import solve_qparams
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
 PassRunner = Callable[[ActivationRecorder], None]

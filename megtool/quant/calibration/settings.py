@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megtool.inference.load import load
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.sequential import UnitSolver

@@ -15,9 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import UsageError
 from megtool.inference.layer_streaming import find_streamer, replaced, restored
-from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import HookLocation, places
-from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.hook_locations import HookLocation, places
 from megtool.quant.fake_quant.fake_quantize import (
     fake_weight,
     rescaled_weight,
@@ -35,6 +34,7 @@ from megtool.quant.fake_quant.rounding_torch import E4M3_LARGEST
 from megtool.quant.fake_quant.side_branch import SideBranch, fold_columns, make_side_branch
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.quant.qparams import LowRankBranch, QParams, WeightQParams
+from megtool.quant.statistics.activation_sites import ActivationSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.model.hook_locations import HookLocation
+from megtool.model.stacks.hook_locations import HookLocation
 from megtool.parallel.collectives import all_max
 from megtool.quant.fake_quant.fake_quantize import (
     cache_kind,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import HookLocation
-from megtool.model.lora import Adapter, ExpertAdapter, Linear, LoraSettings
-from megtool.model.moe import ExpertLinear
+from megtool.model.moe.experts import ExpertLinear
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.hook_locations import HookLocation
+from megtool.model.stacks.lora import Adapter, ExpertAdapter, Linear, LoraSettings
 from megtool.quant.fake_quant.weight_views import WeightViews, list_indices
 from megtool.quant.qparams import Floats, LowRankBranch
 from megtool.tensors.placement import Placement

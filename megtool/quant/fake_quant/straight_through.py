@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.model.hook_locations import HookLocation
+from megtool.model.stacks.hook_locations import HookLocation
 from megtool.quant.fake_quant.input_rounding import DividingHook
 
 Tap = Callable[..., Any]

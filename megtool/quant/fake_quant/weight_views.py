@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megtool.convert.canonical_view import canonical_side, layer_number
 from megtool.convert.dialects import DialectOptions, write_side
-from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates, local_side, local_tensors
 from megtool.errors import MappingError
-from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
+from megtool.model.stacks.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group
 from megtool.tensors.placement import Placement

@@ -10,7 +10,6 @@ from typing import Any
 from megtool.console import format_bytes
 from megtool.errors import CalibrationError, UsageError
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.mixed_precision.decision_units import DecisionUnit, key_of, list_units
 from megtool.quant.mixed_precision.knapsack import (
     FormatOption,
     KnapsackItem,
@@ -19,6 +18,7 @@ from megtool.quant.mixed_precision.knapsack import (
     select,
     smallest,
 )
+from megtool.quant.recipes.decision_units import DecisionUnit, key_of, list_units
 from megtool.quant.recipes.engine_models import (
     kv_cache_only_hint,
     permutes_rotary_rows,

@@ -12,24 +12,24 @@ import torch
 
 from megtool.console import Progress
 from megtool.errors import CalibrationError, MegtoolError
-from megtool.model.decoder import Decoder
-from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.model.stacks.decoder import Decoder
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.layer_runner import LayerRunner, mask_uncounted
 from megtool.quant.calibration.micro_batches import MicroBatch
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.recorder import ActivationRecorder
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.calibration.requirements import derive_requirements
+from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
-from megtool.quant.mixed_precision.decision_units import DecisionUnit, key_of
 from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
 from megtool.quant.qparams import QParams
+from megtool.quant.recipes.decision_units import DecisionUnit, key_of
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import derive_requirements
-from megtool.quant.solve_qparams import solve_qparams
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 
 CALIBRATION_PASS_COST = 2
 """The cost of a pass that collects statistics, in passes without."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megtool.console import Progress
 from megtool.inference.windows import IGNORED
-from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import places
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.hook_locations import places
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.micro_batches import (
@@ -26,8 +26,8 @@ from megtool.quant.calibration.micro_batches import (
 )
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
-from megtool.quant.mixed_precision.decision_units import DecisionUnit
 from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
+from megtool.quant.recipes.decision_units import DecisionUnit
 
 BACKWARD_TOKENS = 1024
 """Tokens per backward pass; all of their activations are in memory."""

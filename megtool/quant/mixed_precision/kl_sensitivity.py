@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megtool.console import Progress
 from megtool.errors import UsageError
-from megtool.inference.evaluate import MOST_LOGITS
+from megtool.inference.evaluation.perplexity import MOST_LOGITS
 from megtool.parallel.collectives import all_sum
 from megtool.quant.calibration.layer_runner import LayerRunner
 from megtool.quant.calibration.micro_batches import MicroBatch, num_valid

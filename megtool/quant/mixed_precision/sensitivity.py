@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
-from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.options.layout import ParallelConfig
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.micro_batches import (
@@ -27,16 +26,17 @@ from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.sensitivities import Sensitivities, SensitivityMethod
 from megtool.quant.calibration.settings import CalibrationRuntime
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
-from megtool.quant.mixed_precision.decision_units import DecisionUnit, list_units
 from megtool.quant.mixed_precision.gradient_sensitivity import (
     BACKWARD_TOKENS,
     measure_gradient_sensitivity,
 )
 from megtool.quant.mixed_precision.kl_sensitivity import measure_kl_sensitivity
 from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
+from megtool.quant.recipes.decision_units import DecisionUnit, list_units
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.source.checkpoint import CheckpointSource
 
 MOST_TOKENS, SHORT_ROW = 256, 64
 """KL divergence takes a run per decision unit and format, so it uses about `MOST_TOKENS` tokens in
@@ -197,8 +197,8 @@ def _measure_by_modelopt(
 ) -> Sensitivities:
     """ModelOpt's scores, with the tokens that our own methods take. A run that stops begins again:
     nothing is kept to resume from."""
-    from megtool.quant.modelopt_backend.format_scores import check_memory, score_formats
-    from megtool.quant.modelopt_backend.quantizer_config import name_modules
+    from megtool.quant.modelopt.format_scores import check_memory, score_formats
+    from megtool.quant.modelopt.quantizer_config import name_modules
 
     method, groups = method_for(recipe), settings.process_groups()
     num_bytes = named_dtype(settings.dtype).itemsize

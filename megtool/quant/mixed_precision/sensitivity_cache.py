@@ -20,8 +20,8 @@ from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.calibration_encoding import decode_qparams, encode_qparams
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.resume_folder import ResumeFolder
-from megtool.quant.mixed_precision.decision_units import DecisionUnit
 from megtool.quant.qparams import QParams
+from megtool.quant.recipes.decision_units import DecisionUnit
 
 _LOG = logging.getLogger(__name__)
 

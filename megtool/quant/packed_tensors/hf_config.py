@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool import __version__
-from megtool.checkpoint.formats.quantization_config import TRANSFORMS_KEY
-from megtool.convert.nested import tower_of
+from megtool.convert.families.nested import tower_of
+from megtool.formats.safetensors.quantization_config import TRANSFORMS_KEY
 from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS, PLAIN_ALGOS, SMOOTHED_ALGOS
 
 MIXED = "MIXED_PRECISION"

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.transport.strided import Array
 from megtool.errors import CalibrationError
 from megtool.quant.packed_tensors.pack import WeightToPack
 from megtool.quant.qparams import WeightQParams
 from megtool.tensors.placement import Placement
+from megtool.transport.computed_tensors import RegionReader
+from megtool.transport.strided import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

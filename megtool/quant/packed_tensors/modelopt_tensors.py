@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.formats.quantized_parts import LOW_RANK_SUFFIXES
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError
+from megtool.formats.safetensors.quantized_parts import LOW_RANK_SUFFIXES
 from megtool.number_formats.decode import CODES, LOW_RANK_DOWN, LOW_RANK_UP, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
@@ -25,8 +25,8 @@ from megtool.number_formats.scales import modelopt_scale, modelopt_second
 from megtool.number_formats.small_floats import single
 from megtool.quant.qparams import Floats, KVCacheQParams, LowRankBranch, WeightQParams
 from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
-from megtool.reshard.constant_feed import round_to_dtype
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.constant_feed import round_to_dtype
 
 NAMES: Mapping[str, str] = {CODES: "weight", SCALE: "weight_scale", SCALE_2: "weight_scale_2"}
 INPUT_SCALE = "input_scale"

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as named_dtype
 from megtool.number_formats.decode import CODES, SCALE
 from megtool.number_formats.layout import MX_BLOCK, check_divides
 from megtool.quant.packed_tensors.pack import PackFeed, WeightToPack, make_pack_feeds
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.constant_feed import digest_facts
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader, TargetRegion, count_region_bytes
+from megtool.transport.constant_feed import digest_facts
+from megtool.transport.strided import Array
+from megtool.transport.tile import Index
 
 SCALES = "_scales"
 _BYTES = MX_BLOCK // 2

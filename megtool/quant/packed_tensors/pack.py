@@ -13,15 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.encoded_chunks import SourceFiles
-from megtool.checkpoint.transport.shard_locator import ShardLocator
-from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.checkpoint.transport.tile import COMPUTED_BYTES, Index
-from megtool.checkpoint.transport.work_units import UNIT_BYTES
-from megtool.checkpoint.work_threads import run_jobs
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError, FormatError
@@ -32,12 +23,21 @@ from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import E2M1, E4M3, single
+from megtool.plan.work_units import UNIT_BYTES
+from megtool.process.threads import run_jobs
 from megtool.quant.packed_tensors.modelopt_tensors import compute_global_scale
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import packing_of
-from megtool.reshard.constant_feed import digest_facts, to_bits
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import RegionReader, TargetRegion, count_region_bytes
+from megtool.transport.constant_feed import digest_facts, to_bits
+from megtool.transport.encoded_chunks import SourceFiles
+from megtool.transport.shard_locator import ShardLocator
+from megtool.transport.strided import Array, Buffers
+from megtool.transport.tile import COMPUTED_BYTES, Index
 
 _LARGEST = {"int8": 127.0, "int4rows": 7.0, "fp8": 448.0}
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megtool.checkpoint.storage.location import location
 from megtool.errors import RecipeError
 from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
@@ -23,6 +22,7 @@ from megtool.quant.recipes.located_yaml import MAX_BYTES, Node, read_documents
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
 from megtool.quant.recipes.rules import KEEP, AllOf, Glob, RecipeProblems, RecipeRule, Role
+from megtool.storage.location.path import location
 
 _PACKAGE = "megtool.quant_recipes"
 _QUANTIZED_ROLES = Role(("qkv", "proj", "fc1", "fc2"))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megtool.convert.dialects import CanonicalView, write_side
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 Kind = Literal["linear", "embedding", "norm", "kv_cache"]
 KINDS: tuple[Kind, ...] = ("linear", "embedding", "norm", "kv_cache")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.digest import SIDECAR
+from megtool.digests.crc32c import SIDECAR
 from megtool.errors import FormatError
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest

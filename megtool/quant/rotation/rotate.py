@@ -12,21 +12,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megtool.checkpoint.digest import SIDECAR
-from megtool.checkpoint.formats.quantization_config import TRANSFORMS_KEY
+from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.formats.safetensors.quantization_config import TRANSFORMS_KEY
 from megtool.quant.recipes.rotation import RotationSettings
 from megtool.quant.rotation.orthogonal import OrthogonalMatrix, make_rotation
 from megtool.quant.rotation.rotated_tensors import RotatedTensor, with_rotated
 from megtool.quant.rotation.transform_config import describe_transforms
-from megtool.reshard.layer_subset import (
+from megtool.source.checkpoint import CheckpointSource, require_model
+from megtool.source.subset.layers import (
     changed_args,
     edit_identity,
     edit_metadata,
     set_modelopt_aside,
 )
-from megtool.reshard.source import CheckpointSource, require_model
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

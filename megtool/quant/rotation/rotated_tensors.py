@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.transport.cast import cast
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 from megtool.quant.rotation.orthogonal import OrthogonalMatrix
-from megtool.reshard.computed_shards import (
+from megtool.source.computed.shards import (
     BLOCK_BYTES,
     ComputedTensor,
     Corner,
@@ -29,8 +27,10 @@ from megtool.reshard.computed_shards import (
     with_computed,
 )
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement, narrow
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.cast import cast
 
 PANEL_CACHE_BYTES = 1 << 30
 """Panels of columns in memory at once, if one of them is not larger."""

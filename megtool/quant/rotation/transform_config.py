@@ -15,7 +15,7 @@ from megtool.convert.dialects import write_side
 from megtool.errors import MappingError
 from megtool.quant.recipes.rotation import HADAMARD, RANDOM, RANDOM_HADAMARD, RotationSettings
 from megtool.quant.rotation.orthogonal import OrthogonalMatrix
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
 
 _ROLES: Mapping[str, re.Pattern[str]] = {
     "writes": re.compile(r"embed|layers\.\d+\.(?:attn\.o|mlp\..*down|mlp\.down)"),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
-from megtool.checkpoint.formats.safetensors import plan_safetensors_layout as lay_out_safetensors
-from megtool.checkpoint.param_groups import is_group_object
-from megtool.checkpoint.plan import DroppedItem
-from megtool.checkpoint.random_state import is_rerun_idle, is_rerun_object
 from megtool.dtypes import DType
-from megtool.reshard.megatron.common_state import account_for_common
-from megtool.reshard.megatron.extra_state_names import EMPTY, is_empty_state
-from megtool.reshard.source import CheckpointSource, collect_hf_files, collect_saved_tokenizer
+from megtool.formats.safetensors.reader import DEFAULT_SHARD_BYTES
+from megtool.formats.safetensors.reader import plan_safetensors_layout as lay_out_safetensors
+from megtool.megatron_state.extra_states.names import EMPTY, is_empty_state
+from megtool.megatron_state.param_groups import is_group_object
+from megtool.megatron_state.random_state import is_rerun_idle, is_rerun_object
+from megtool.plan.copies import DroppedItem
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.run_state.common_state import account_for_common
+from megtool.source.checkpoint import CheckpointSource, collect_hf_files, collect_saved_tokenizer
 
 
 def plan_layout(

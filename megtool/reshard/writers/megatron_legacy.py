@@ -9,58 +9,64 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.containers.pickle_reader import inert_global
-from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
-from megtool.checkpoint.formats.megatron_legacy import plan_megatron_legacy_layout as lay_out_files
-from megtool.checkpoint.formats.megatron_legacy_ranks import RankSizes, rank_folder_name
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.param_groups import OptimizerState
-from megtool.checkpoint.rechunk import rechunk
-from megtool.config import ParallelConfig
 from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
-from megtool.convert.megatron import split_state
-from megtool.convert.nested import MEGATRON_PREFIX
-from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameters
-from megtool.convert.sharding import is_known, is_tower, layers_of_stage, rule_of, with_decoder
+from megtool.convert.families.nested import MEGATRON_PREFIX
+from megtool.convert.megatron.names import split_state
+from megtool.convert.megatron.rank_parameters import Parameter, RankPlace, rank_parameters
+from megtool.convert.megatron.sharding import (
+    is_known,
+    is_tower,
+    layers_of_stage,
+    rule_of,
+    with_decoder,
+)
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError, UsageError, listed
-from megtool.model_config import ModelConfig
-from megtool.reshard.fp8_state.transfer import ExtraStateTransfer
-from megtool.reshard.megatron.box_runs import BoxRunCollector, split_into_boxes
-from megtool.reshard.megatron.checkpoint_objects import (
-    CarriedObjects,
-    join_expert_states,
-    plan_objects,
-    read_objects,
-)
-from megtool.reshard.megatron.common_state import (
-    account_for_common,
-    make_common_state,
-    read_iteration,
-)
-from megtool.reshard.megatron.extra_state_names import (
+from megtool.formats.auxiliary_files import MODELOPT_FOLDER
+from megtool.formats.megatron_legacy.ranks import RankSizes, rank_folder_name
+from megtool.formats.megatron_legacy.reader import plan_megatron_legacy_layout as lay_out_files
+from megtool.formats.save_folder import folder_name
+from megtool.fp8_state.transfer import ExtraStateTransfer
+from megtool.megatron_state.extra_states.names import (
     SUFFIX,
     Site,
     list_required_states,
     parse_site,
 )
-from megtool.reshard.megatron.local_names import module_to_local, to_local
-from megtool.reshard.megatron.optimizer import (
+from megtool.megatron_state.local_names import module_to_local, to_local
+from megtool.megatron_state.optimizer.box_runs import BoxRunCollector, split_into_boxes
+from megtool.megatron_state.param_groups import OptimizerState
+from megtool.megatron_state.ranks.files import expert_rank
+from megtool.megatron_state.ranks.objects import select_chunk_sites, select_rank_state
+from megtool.options.layout import ParallelConfig
+from megtool.pickles.reader import inert_global
+from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.run_state.checkpoint_objects import (
+    CarriedObjects,
+    join_expert_states,
+    plan_objects,
+    read_objects,
+)
+from megtool.run_state.common_state import (
+    account_for_common,
+    make_common_state,
+    read_iteration,
+)
+from megtool.run_state.optimizer import (
     choose_bucket_settings,
     find_state_dtypes,
     require_states,
     warn_unknown_order,
 )
-from megtool.reshard.megatron.rank_files import expert_rank
-from megtool.reshard.megatron.rank_objects import select_chunk_sites, select_rank_state
-from megtool.reshard.source import CheckpointSource, collect_small_files
-from megtool.reshard.state_dict_groups import read_any_groups
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.run_state.state_dict_groups import read_any_groups
+from megtool.source.checkpoint import CheckpointSource, collect_small_files
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors import buckets
 from megtool.tensors.buckets import BucketSettings
 from megtool.tensors.registration_order import registered
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.rechunk import rechunk
 
 _LINEAR = tuple(
     f".{n}{SUFFIX}"

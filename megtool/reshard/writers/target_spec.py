@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.plan import DroppedItem, Fill
-from megtool.checkpoint.stage import CheckpointStage
-from megtool.config import LayoutOptions, ParallelConfig
 from megtool.convert.dialects import TargetView
 from megtool.dtypes import DType
-from megtool.reshard.megatron.amax_report import AmaxOptions, AmaxReport
+from megtool.megatron_state.extra_states.amax_report import AmaxOptions, AmaxReport
+from megtool.options.layout import LayoutOptions, ParallelConfig
+from megtool.plan.copies import DroppedItem, Fill
+from megtool.staging.protocol import CheckpointStage
+from megtool.tensors.catalogue import Destination
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.containers.zip_reader import load_object
-from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
-from megtool.checkpoint.formats.torch_checkpointing_files import is_leaf
-from megtool.checkpoint.formats.torch_checkpointing_layout import (
+from megtool.dtypes import DType
+from megtool.formats.auxiliary_files import MODELOPT_FOLDER
+from megtool.formats.torch_checkpointing.item_files import is_leaf
+from megtool.formats.torch_checkpointing.layout import (
     plan_torch_checkpointing_layout as lay_out_items,
 )
-from megtool.checkpoint.formats.torch_checkpointing_metadata import NestedPath
-from megtool.checkpoint.megatron_metadata import read_object
-from megtool.checkpoint.storage.files import opened
-from megtool.config import ParallelConfig
-from megtool.dtypes import DType
-from megtool.reshard.megatron.checkpoint_objects import CarriedObjects, plan_objects
-from megtool.reshard.megatron.common_state import account_for_common
-from megtool.reshard.megatron.extra_state_names import is_empty_value
-from megtool.reshard.source import CheckpointSource, collect_small_files
-from megtool.reshard.state_dict_groups import make_group_entries
+from megtool.formats.torch_checkpointing.metadata import NestedPath
+from megtool.megatron_state.extra_states.names import is_empty_value
+from megtool.megatron_state.saved_objects import read_object
+from megtool.options.layout import ParallelConfig
+from megtool.pickles.zip_reader import load_object
 from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.reshard.writers.torch_dist import shard_rows
+from megtool.run_state.checkpoint_objects import CarriedObjects, plan_objects
+from megtool.run_state.common_state import account_for_common
+from megtool.run_state.state_dict_groups import make_group_entries
+from megtool.source.checkpoint import CheckpointSource, collect_small_files
+from megtool.storage.files import opened
+from megtool.tensors.catalogue import Catalogue, StoredObject
 
 
 def plan_layout(

@@ -7,38 +7,38 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout as lay_out_ranks
-from megtool.checkpoint.megatron_metadata import vocab_divisor
-from megtool.checkpoint.param_groups import DP_RESHARDABLE
-from megtool.checkpoint.rechunk import rechunk
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
-from megtool.convert.sharding import shard
+from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import MappingError
-from megtool.reshard.fp8_state.transfer import ExtraStateTransfer
-from megtool.reshard.megatron.bridge_files import edit_layout, make_bridge_files
-from megtool.reshard.megatron.checkpoint_objects import encode_objects, plan_objects
-from megtool.reshard.megatron.common_state import (
+from megtool.formats.auxiliary_files import MODELOPT_FOLDER
+from megtool.formats.save_folder import folder_name
+from megtool.formats.torch_dist.layout import plan_torch_dist_layout as lay_out_ranks
+from megtool.fp8_state.transfer import ExtraStateTransfer
+from megtool.megatron_state.bridge_files import edit_layout, make_bridge_files
+from megtool.megatron_state.extra_states.names import list_required_states
+from megtool.megatron_state.nemo_config import BRIDGE_FILE
+from megtool.megatron_state.param_groups import DP_RESHARDABLE
+from megtool.megatron_state.saved_objects import vocab_divisor
+from megtool.options.layout import ParallelConfig
+from megtool.reshard.writers.target_spec import AddedState, Target, TargetOptions
+from megtool.run_state.checkpoint_objects import encode_objects, plan_objects
+from megtool.run_state.common_state import (
     account_for_common,
     make_common_state,
     read_iteration,
 )
-from megtool.reshard.megatron.extra_state_names import list_required_states
-from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
-from megtool.reshard.megatron.optimizer import (
+from megtool.run_state.optimizer import (
     choose_bucket_settings,
     find_registration_order,
     find_state_dtypes,
     require_states,
     warn_unknown_order,
 )
-from megtool.reshard.source import CheckpointSource, collect_small_files
-from megtool.reshard.state_dict_groups import make_group_entries, read_any_groups
-from megtool.reshard.writers.target_spec import AddedState, Target, TargetOptions
+from megtool.run_state.state_dict_groups import make_group_entries, read_any_groups
+from megtool.source.checkpoint import CheckpointSource, collect_small_files
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
+from megtool.transport.rechunk import rechunk
 
 
 def plan_layout(
@@ -176,7 +176,7 @@ def _plan_bucket_layout(
     parallel: ParallelConfig,
 ) -> None:
     """Plan weights as tensors and their optimizer state in buckets."""
-    from megtool.reshard.megatron.dp_reshardable_writer import (
+    from megtool.megatron_state.optimizer.dp_reshardable_writer import (
         make_bucket_objects,
         plan_buckets,
         plan_regrouping,

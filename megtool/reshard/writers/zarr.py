@@ -6,23 +6,23 @@ from functools import partial
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.formats.tensorstore import write_database
-from megtool.checkpoint.formats.zarr_compression import compress
-from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
-from megtool.checkpoint.formats.zarr_layout import plan_zarr_layout as lay_out_arrays
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.stage import CheckpointStage
-from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
 from megtool.errors import UsageError
-from megtool.reshard.megatron.checkpoint_objects import encode_stored_object
-from megtool.reshard.megatron.common_state import account_for_common
-from megtool.reshard.megatron.master_weight_check import split_box
-from megtool.reshard.source import CheckpointSource, collect_small_files
+from megtool.formats.zarr.compression import compress
+from megtool.formats.zarr.layout import DEFAULT_SHARD_BYTES
+from megtool.formats.zarr.layout import plan_zarr_layout as lay_out_arrays
+from megtool.formats.zarr.tensorstore import write_database
+from megtool.megatron_state.optimizer.master_weight_check import split_box
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.run_state.checkpoint_objects import encode_stored_object
+from megtool.run_state.common_state import account_for_common
+from megtool.source.checkpoint import CheckpointSource, collect_small_files
+from megtool.staging.protocol import CheckpointStage
+from megtool.storage.files import Files
 from megtool.tensors.box import numel
+from megtool.tensors.catalogue import Destination
 from megtool.tensors.placement import narrow
+from megtool.transport.reading.reader import CheckpointReader
 
 
 def plan_layout(

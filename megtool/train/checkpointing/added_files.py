@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import is_remote, location
+from megtool.formats.save_folder import folder_name
+from megtool.storage.files import Files
+from megtool.storage.location.path import is_remote, location
 from megtool.train.checkpointing.protocol import CheckpointSaver
 from megtool.train.checkpointing.retention import find_newest_iteration
 from megtool.train.checkpointing.staged_iteration import STAGING

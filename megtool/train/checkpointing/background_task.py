@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megtool.checkpoint.work_threads import BackgroundCall
+from megtool.process.threads import BackgroundCall
 
 _WAIT_SECONDS = 0.2
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megtool.model.decoder import Decoder
-from megtool.optim.fp8.fp8_weights import weight_values
+from megtool.model.stacks.decoder import Decoder
+from megtool.optim.fp8.weights import weight_values
 from megtool.tensors.dtensor_shards import local_shard, shard_ranges
 from megtool.train.checkpointing.save_layout import WEIGHT, SaveLayout, ShardPart
 

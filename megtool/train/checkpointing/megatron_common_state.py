@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.checkpoint.containers.pickle_reader import Inert, decode, find_references, inert_global
-from megtool.checkpoint.containers.pickle_writer import make_namespace
-from megtool.checkpoint.containers.zip_writer import encode_tensor_pickle
-from megtool.checkpoint.param_groups import (
+from megtool.dtypes import dtype
+from megtool.errors import CheckpointError
+from megtool.megatron_state.param_groups import (
     SHARDING_TYPE,
     OptimizerState,
     build_common_optimizer,
@@ -23,10 +22,11 @@ from megtool.checkpoint.param_groups import (
     optimizer_args,
     scalar_value,
 )
-from megtool.checkpoint.random_state import RNG
-from megtool.dtypes import dtype
-from megtool.errors import CheckpointError
+from megtool.megatron_state.random_state import RNG
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.pickles.reader import Inert, decode, find_references, inert_global
+from megtool.pickles.writer import make_namespace
+from megtool.pickles.zip_writer import encode_tensor_pickle
 from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.checkpointing.save_template import SaveTemplate
 

@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.containers.te_extra_state import decode, to_tree
-from megtool.checkpoint.containers.zip_reader import load_object_bytes
-from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
-from megtool.checkpoint.param_groups import is_group_object
-from megtool.checkpoint.random_state import RERUN, is_rerun_object, is_rng_object
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.config import LayoutOptions, ParallelConfig
+from megtool.convert.config.hybrid import GPT, HYBRID, needs_hybrid
 from megtool.convert.dialects import is_optimizer_state
-from megtool.convert.hybrid import GPT, HYBRID, needs_hybrid
 from megtool.dtypes import DType
-from megtool.model_config import ModelConfig
-from megtool.reshard.megatron.common_state import read_iteration
-from megtool.reshard.megatron.dp_reshardable_writer import make_bucket_objects, plan_buckets
-from megtool.reshard.megatron.extra_state_names import is_extra_state
-from megtool.reshard.megatron.optimizer import NONE, choose_bucket_settings, warn_unknown_order
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.formats.save_folder import folder_name
+from megtool.formats.torch_dist.layout import COMMON_FILE, CONFIG_FILE
+from megtool.megatron_state.extra_states.names import is_extra_state
+from megtool.megatron_state.extra_states.te_state import decode, to_tree
+from megtool.megatron_state.optimizer.dp_reshardable_writer import make_bucket_objects, plan_buckets
+from megtool.megatron_state.param_groups import is_group_object
+from megtool.megatron_state.random_state import RERUN, is_rerun_object, is_rng_object
+from megtool.options.layout import LayoutOptions, ParallelConfig
+from megtool.pickles.zip_reader import load_object_bytes
+from megtool.pickles.zip_writer import encode_object
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.run_state.common_state import read_iteration
+from megtool.run_state.optimizer import NONE, choose_bucket_settings, warn_unknown_order
+from megtool.source.checkpoint import CheckpointSource, unknown_model
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import Files
 from megtool.tensors.buckets import BucketSettings
+from megtool.tensors.catalogue import Destination
 from megtool.tensors.placement import place_in
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.reading.reader import CheckpointReader
 
 if TYPE_CHECKING:
     from torch import Tensor

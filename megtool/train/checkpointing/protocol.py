@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megtool.checkpoint.storage.files import Files
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
+from megtool.storage.files import Files
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer

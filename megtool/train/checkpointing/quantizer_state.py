@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import TargetView
-from megtool.quant.pipeline.megatron_target import (
+from megtool.options.layout import ParallelConfig
+from megtool.quant.qparams import QParams
+from megtool.quant.recipes.match import Decision
+from megtool.quantize.layout.megatron_target import (
     QuantizedMegatron,
     add_quantizers,
     list_buffer_values,
 )
-from megtool.quant.qparams import QParams
-from megtool.quant.recipes.match import Decision
 from megtool.reshard.writers.target_spec import AddedState
 
 

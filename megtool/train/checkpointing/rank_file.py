@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
-from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.digest import StoredDigest
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.formats.torch_dist_layout import CONFIG_FILE, plan_torch_dist_layout
+from megtool.digests.crc32c import StoredDigest
+from megtool.formats.save_folder import folder_name
+from megtool.formats.torch_dist.layout import CONFIG_FILE, plan_torch_dist_layout
+from megtool.tensors.catalogue import Destination
 from megtool.train.checkpointing.host_snapshot import LiveShards
 from megtool.train.checkpointing.save_layout import SaveLayout
 from megtool.train.checkpointing.staged_iteration import Elements, StagedIteration

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 from megtool.access.read_boxes import BUFFER_BYTES
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.megatron_metadata import read_object, saved_args, vocab_divisor
-from megtool.checkpoint.param_groups import read_groups
-from megtool.checkpoint.random_state import RNG
 from megtool.console import Progress, silent
-from megtool.convert.binding import summarize
-from megtool.convert.megatron import MAIN
+from megtool.convert.language.binding import summarize
+from megtool.convert.megatron.names import MAIN
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.inference.layer_streaming import units_of
 from megtool.inference.rank_weights import Weights
-from megtool.model.decoder import Decoder
+from megtool.megatron_state.param_groups import read_groups
+from megtool.megatron_state.random_state import RNG
+from megtool.megatron_state.saved_objects import read_object, saved_args, vocab_divisor
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.source import CheckpointSource
-from megtool.train.build_model import rank_coordinates
+from megtool.source.checkpoint import CheckpointSource
+from megtool.tensors.catalogue import Catalogue
 from megtool.train.checkpointing.megatron_common_state import (
     join_chain,
     restore_rng_state,
     rng_object_name,
 )
+from megtool.train.model.build import rank_coordinates
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from stat import S_ISREG
 
-from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath, is_remote
-from megtool.checkpoint.store_publish import remove_objects
+from megtool.formats.save_folder import TRACKER, folder_name
+from megtool.staging.publication import remove_objects
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath, is_remote
 
 _MAX_TRACKER_BYTES = 1000
 _ITERATION = re.compile(r"iter_(\d{7,})")

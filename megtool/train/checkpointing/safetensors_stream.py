@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.formats.safetensors_header import (
+from megtool.dtypes import dtype
+from megtool.errors import CheckpointError, FormatError, StorageError
+from megtool.formats.safetensors.header import (
     SafetensorsEntry,
     encode_header,
     read_header,
 )
-from megtool.checkpoint.storage.files import Files
-from megtool.dtypes import dtype
-from megtool.errors import CheckpointError, FormatError, StorageError
+from megtool.storage.files import Files
 
 
 def write_safetensors(

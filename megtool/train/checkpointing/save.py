@@ -16,21 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
-from megtool.checkpoint.nested_runs import check_runs_above
-from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lease import Lease
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.lock import LockFile
-from megtool.checkpoint.storage.store_probe import probe_store
-from megtool.checkpoint.store_check import check_surroundings
 from megtool.errors import MegtoolError, StorageError, UsageError
-from megtool.model.decoder import Decoder
-from megtool.model.fully_shard import sharded_modules
+from megtool.formats.torch_dist.layout import COMMON_FILE, CONFIG_FILE
+from megtool.megatron_state.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.fully_shard import sharded_modules
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.build_model import rank_coordinates
+from megtool.pickles.zip_writer import encode_object
+from megtool.staging.destination.store_check import check_surroundings
+from megtool.staging.nested_runs import check_runs_above
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath
+from megtool.storage.lock import LockFile
+from megtool.storage.objects.lease import Lease
+from megtool.storage.objects.probe import probe_store
 from megtool.train.checkpointing.background_task import BackgroundTask
 from megtool.train.checkpointing.host_snapshot import (
     HostSnapshot,
@@ -53,6 +52,7 @@ from megtool.train.checkpointing.save_template import SaveTemplate
 from megtool.train.checkpointing.shard_ownership import RankOwnership, StateRange
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration, remove_unfinished
 from megtool.train.checkpointing.store_iteration import StoreIteration, remove_unfinished_objects
+from megtool.train.model.build import rank_coordinates
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer

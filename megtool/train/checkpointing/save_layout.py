@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
-from megtool.convert.megatron import MAIN
-from megtool.convert.sharding import shard
+from megtool.convert.megatron.names import MAIN
+from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import MappingError, UsageError
+from megtool.megatron_state.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from megtool.train.checkpointing.save_template import BucketLayout, SaveTemplate
 from megtool.train.checkpointing.shard_ownership import (

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megtool.config import ParallelConfig
-from megtool.convert.rank_parameters import Parameter
+from megtool.convert.megatron.rank_parameters import Parameter
 from megtool.dtypes import DType
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:

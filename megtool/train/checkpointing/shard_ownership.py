@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from megtool.config import ParallelConfig
-from megtool.convert.nested import MEGATRON_PREFIX
-from megtool.convert.rank_parameters import Box, Parameter, RankPlace, rank_parameters
+from megtool.convert.families.nested import MEGATRON_PREFIX
+from megtool.convert.megatron.rank_parameters import Box, Parameter, RankPlace, rank_parameters
+from megtool.convert.megatron.sections import part_names, split_part
 from megtool.convert.rank_tensors import RankCoordinates
-from megtool.convert.sections import part_names, split_part
 from megtool.errors import MappingError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.box import from_flat
 from megtool.tensors.sharded import GlobalTensor, Shards
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.digest import (
+from megtool.digests.crc32c import (
     SIDECAR,
     TOOL,
     FileDigest,
@@ -26,11 +26,11 @@ from megtool.checkpoint.digest import (
     encode_sidecar,
     parse_sidecar,
 )
-from megtool.checkpoint.file_digests import FileDigests, digest_tree
-from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
-from megtool.checkpoint.storage.files import Files
+from megtool.digests.files import FileDigests, digest_tree
 from megtool.dtypes import DType
 from megtool.errors import StorageError
+from megtool.formats.save_folder import TRACKER, folder_name
+from megtool.storage.files import Files
 
 STAGING = ".megtool"
 _CHUNK = 2 << 20  # elements converted at a time

@@ -11,19 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.digest import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
-from megtool.checkpoint.formats.save_folder import TRACKER
-from megtool.checkpoint.object_upload import ObjectUpload, upload_object, write_file
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.part_buffers import PartBuffers
-from megtool.checkpoint.storage.store import read_object
-from megtool.checkpoint.store_publish import (
+from megtool.digests.crc32c import SIDECAR, TOOL, Sidecar, encode_sidecar, parse_sidecar
+from megtool.errors import StorageError
+from megtool.formats.save_folder import TRACKER
+from megtool.staging.publication import (
     list_keys,
     publishing_order,
     remove_objects,
 )
-from megtool.errors import StorageError
+from megtool.staging.store.object_upload import ObjectUpload, upload_object, write_file
+from megtool.storage.files import Files
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects.part_buffers import PartBuffers
+from megtool.storage.stores.protocol import read_object
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration
 
 _OPEN = "open"

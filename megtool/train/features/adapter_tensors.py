@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megtool.errors import CheckpointError, MegtoolError
-from megtool.model.decoder import Decoder
-from megtool.model.lora import Adapter, ExpertAdapter, adapters_of
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.lora import Adapter, ExpertAdapter, adapters_of
 from megtool.parallel.process_groups import Group
 from megtool.quant.fake_quant.weight_views import WeightViews
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 
 T = TypeVar("T")

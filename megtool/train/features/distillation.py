@@ -19,23 +19,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.console import Progress
-from megtool.convert.sharding import check_layout
+from megtool.convert.megatron.sharding import check_layout
 from megtool.data.token_alignment import TokenAligner, TokenBytes, other_tokens
 from megtool.errors import LayoutError, MappingError, MegtoolError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.layer_states import LayerStates
-from megtool.model.pipeline import Objective, stream_hidden
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.layer_states import LayerStates
+from megtool.model.stacks.pipeline import Objective, stream_hidden
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.pipeline_split import divisors, near
-from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import CheckpointSource
-from megtool.train.build_model import load_for_training
-from megtool.train.config import TrainConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_decoder
+from megtool.spec.model_config import ModelConfig
 from megtool.train.evaluation import world_sum
 from megtool.train.features.layer_distillation import (
     check_stages,
@@ -52,7 +50,9 @@ from megtool.train.features.vocabulary_distillation import (
     align_batch,
     check_ranks,
 )
-from megtool.train.memory_estimate import estimate_weight_bytes
+from megtool.train.model.build import load_for_training
+from megtool.train.model.memory_estimate import estimate_weight_bytes
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self
@@ -459,7 +459,7 @@ def _logits_head(decoder: Decoder, x_TH: Tensor) -> tuple[Tensor, LogitsHead]:
 
 
 def _split_batch(batch: Batch, count: int) -> Sequence[Batch]:
-    """A batch row by row as `megtool.model.pipeline.PipelineSchedule` divides it."""
+    """A batch row by row as `megtool.model.stacks.pipeline.PipelineSchedule` divides it."""
     shape = batch.tokens_BS.shape
     parts: dict[str, tuple[Tensor, ...]] = {}
     for field in fields(batch):

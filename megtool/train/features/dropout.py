@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.dropout import Dropout
+from megtool.model.layers.dropout import Dropout
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.config import TrainConfig
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

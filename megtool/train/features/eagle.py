@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.location import location
 from megtool.errors import MappingError, StorageError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.layer_states import LayerStates
-from megtool.model.pipeline import Objective, microbatches
-from megtool.model_config import ModelConfig
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.layer_states import LayerStates
+from megtool.model.stacks.pipeline import Objective, microbatches
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import Files
+from megtool.storage.location.path import location
 from megtool.train.evaluation import EvaluationLoss, world_sum
 from megtool.train.features.adapter_tensors import AdapterSlice, AdapterViews
 from megtool.train.features.eagle_head import (
@@ -39,12 +38,13 @@ from megtool.train.features.eagle_head import (
 from megtool.train.features.frozen_model import FrozenModelFeature
 from megtool.train.features.frozen_weights import DRAFT_HEAD
 from megtool.train.features.protocol import FeatureInputs
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_plan import row_length
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from megtool.model.ends import Embedding
+    from megtool.model.stacks.ends import Embedding
 
 
 class _HeadViews(AdapterViews):

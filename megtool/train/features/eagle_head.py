@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.checkpoint.storage.location import location
 from megtool.errors import MissingPackageError, RecipeError
-from megtool.model_config import ModelConfig
-from megtool.quant.modelopt_backend.load_modelopt import silence_output
+from megtool.quant.modelopt.load import silence_output
 from megtool.quant.recipes.located_yaml import read_documents
-from megtool.train.eagle_options import DEFAULT_HEAD
+from megtool.spec.model_config import ModelConfig
+from megtool.storage.location.path import location
+from megtool.train.options.eagle import DEFAULT_HEAD
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 _CHOICES = (

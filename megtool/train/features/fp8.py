@@ -14,8 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.te_extra_state import (
+from megtool.convert.families.nested import MEGATRON_PREFIX
+from megtool.errors import MappingError, UsageError
+from megtool.kernels.dispatch import chosen
+from megtool.kernels.fp8.cast import Quantized
+from megtool.kernels.fp8.products import dense_arithmetic
+from megtool.kernels.transformer_engine.linear import check_sides
+from megtool.megatron_state.extra_states.names import Site, StateNaming, parse_site
+from megtool.megatron_state.extra_states.te_state import (
     EXTRA_VARIABLES,
     NUM_GEMMS,
     ExtraState,
@@ -24,26 +30,16 @@ from megtool.checkpoint.containers.te_extra_state import (
     resize_history,
     to_tree,
 )
-from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.checkpoint.megatron_metadata import read_object
-from megtool.config import ParallelConfig
-from megtool.convert.nested import MEGATRON_PREFIX
-from megtool.errors import MappingError, UsageError
-from megtool.kernels.dispatch import chosen
-from megtool.kernels.fp8 import Quantized
-from megtool.kernels.fp8_products import dense_arithmetic
-from megtool.kernels.te_linear import check_sides
-from megtool.model.decoder import Decoder
-from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.mla import DownLinear
-from megtool.model.moe import ExpertLinear
-from megtool.model.pipeline import build_stages
-from megtool.model_config import ModelConfig
+from megtool.megatron_state.saved_objects import read_object
+from megtool.model.attention.mla import DownLinear
+from megtool.model.layers.linear import ColumnLinear, RowLinear
+from megtool.model.moe.experts import ExpertLinear
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import build_stages
 from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.experts import expert_linear, make_expert_scaling
-from megtool.optim.fp8.fp8_weights import mark_for_gather
 from megtool.optim.fp8.linear import fp8_product, require_products
 from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, make_scaling
 from megtool.optim.fp8.transformer_engine import (
@@ -52,12 +48,15 @@ from megtool.optim.fp8.transformer_engine import (
     require_recipe,
     required_multiple,
 )
+from megtool.optim.fp8.weights import mark_for_gather
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.pickles.zip_writer import encode_object
 from megtool.quant.recipes.dialects import read_recipe_text
-from megtool.reshard.megatron.extra_state_names import Site, StateNaming, parse_site
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
-from megtool.train.config import TrainConfig
 from megtool.train.features.module_precision import (
     ModulePrecisions,
     choose_precisions,
@@ -73,6 +72,7 @@ from megtool.train.features.te_layers import (
     excluded_kinds,
     remove_te_modules,
 )
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import CheckpointError, FormatError, MegtoolError
-from megtool.model.decoder import Decoder
-from megtool.model.fully_shard import sharded_modules
-from megtool.model.unpacked_forward import made_weights
+from megtool.formats.save_folder import folder_name
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.fully_shard import sharded_modules
+from megtool.model.stacks.unpacked_forward import made_weights
+from megtool.storage.files import Files
 from megtool.train.checkpointing.added_files import SaverWithFiles, find_iteration
 from megtool.train.checkpointing.megatron_common_state import to_plain_tree
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata, TrainState

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megtool.model.decoder import Decoder
-from megtool.model.lora import adapters_of, merged_weight
-from megtool.model.param_attributes import is_marked
-from megtool.model.unpacked_forward import made_weights
+from megtool.model.layers.param_attributes import is_marked
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.lora import adapters_of, merged_weight
+from megtool.model.stacks.unpacked_forward import made_weights
 from megtool.parallel.collectives import all_sum
 from megtool.tensors.dtensor_shards import is_sharded, local_shard, shard_box
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import Group
+from megtool.spec.model_config import ModelConfig
 
 LayerPair = tuple[int, int]
 """The number of a student's layer and that of the teacher's, from 0 on."""

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megtool.checkpoint.formats.save_folder import LEARNED_SCALES, folder_name
 from megtool.errors import CheckpointError, FormatError, LayoutError, MegtoolError, UsageError
-from megtool.model.decoder import Decoder
-from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.mla import DownLinear
-from megtool.model.moe import ExpertLinear
-from megtool.model.param_attributes import mark
+from megtool.formats.save_folder import LEARNED_SCALES, folder_name
+from megtool.model.attention.mla import DownLinear
+from megtool.model.layers.linear import ColumnLinear, RowLinear
+from megtool.model.layers.param_attributes import mark
+from megtool.model.moe.experts import ExpertLinear
+from megtool.model.stacks.decoder import Decoder
 from megtool.optim.segments import StatePiece
 from megtool.quant.algorithms.weight_grid import make_grid
 from megtool.quant.fake_quant.learned_scales import (
@@ -48,10 +48,10 @@ from megtool.quant.recipes.match import Decision
 from megtool.train.checkpointing.added_files import SaverWithFiles, find_iteration
 from megtool.train.checkpointing.protocol import CheckpointSaver, SaveMetadata
 from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
-from megtool.train.config import TrainConfig
 from megtool.train.features.adapter_gather import WEIGHT
 from megtool.train.features.adapter_tensors import all_gather_objects, raise_on_all
 from megtool.train.features.frozen_weights import LazyTensors
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.kernels.lm_head import bend
+from megtool.kernels.vocabulary.lm_head import bend
 from megtool.kernels.wgrad_accumulation import accumulate_product
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}

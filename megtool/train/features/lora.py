@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megtool.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
-from megtool.checkpoint.storage.files import Files
-from megtool.convert.families import Family
+from megtool.convert.families.family import Family
 from megtool.errors import UsageError
-from megtool.model.decoder import Decoder
-from megtool.model.lora import (
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.lora import (
     LoraSettings,
     adapters_of,
     add_adapters,
     check_experts,
     layers_for,
 )
-from megtool.model.pipeline import build_stages
+from megtool.model.stacks.pipeline import build_stages
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.source import CheckpointSource
+from megtool.source.checkpoint import CheckpointSource
+from megtool.storage.files import Files
 from megtool.train.checkpointing.safetensors_stream import write_safetensors
-from megtool.train.config import TrainConfig
 from megtool.train.features.adapter_tensors import AdapterViews
 from megtool.train.features.frozen_model import FrozenModelFeature
 from megtool.train.features.peft_format import PeftFormat
 from megtool.train.features.protocol import FeatureInputs
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from megtool.checkpoint.storage.location import location
 from megtool.errors import RecipeError, UsageError
 from megtool.optim.fp8.config import Format, Fp8Config, Recipe
 from megtool.quant.recipes.dialects import parse_recipe, read_recipe_text
@@ -17,8 +16,9 @@ from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.match import match_rules
 from megtool.quant.recipes.modules import list_modules
 from megtool.quant.recipes.rules import RecipeProblems
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.storage.location.path import location
+from megtool.train.options.config import TrainConfig
 
 BF16 = "16 bits"
 _RECIPES: Mapping[str, Recipe] = {

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.errors import UsageError
-from megtool.model.decoder import Decoder
-from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
-from megtool.model.router import Router
-from megtool.model_config import ModelConfig
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.model.moe.aux_loss import Balance, BalanceSettings, moved_bias
+from megtool.model.moe.router import Router
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import own_tokens
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.spec.model_config import ModelConfig
 from megtool.train.evaluation import world_sum
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

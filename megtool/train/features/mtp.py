@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.model.decoder import Decoder
-from megtool.model.mtp import LOSS_FACTOR
-from megtool.model.pipeline import check_mtp_stage
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.mtp import LOSS_FACTOR
+from megtool.model.stacks.pipeline import check_mtp_stage
+from megtool.source.checkpoint import CheckpointSource
 from megtool.train.evaluation import world_sum
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from megtool.adapters.peft_writer import PeftAdapter, PeftNames, make_peft_adapter
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.convert.families import Family
-from megtool.model.lora import LoraSettings
-from megtool.model_config import ModelConfig
+from megtool.convert.families.family import Family
+from megtool.model.stacks.lora import LoraSettings
+from megtool.spec.model_config import ModelConfig
 from megtool.train.features.adapter_tensors import A, B, canonical_modules
+from megtool.transport.weight_update import WeightUpdate
 
 _EXPERTS = ".experts.experts."
 

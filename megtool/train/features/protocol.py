@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Objective
-from megtool.reshard.source import CheckpointSource
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import Objective
+from megtool.options.layout import ParallelConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import CheckpointSaver, TrainState
 from megtool.train.checkpointing.quantizer_state import QuantizerState
-from megtool.train.config import TrainConfig
 from megtool.train.evaluation import EvaluationLoss
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

@@ -23,39 +23,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.console import Progress
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError, FormatError, StorageError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.hook_locations import tapped
-from megtool.model.lora import adapters_of, merged_weight
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.hook_locations import tapped
+from megtool.model.stacks.lora import adapters_of, merged_weight
 from megtool.options.groups import RuntimeOptions, SourceOptions
-from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
+from megtool.options.layout import ParallelConfig
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.learned_scales import BLOCK
 from megtool.quant.fake_quant.straight_through import straight_through
 from megtool.quant.fake_quant.weight_views import WeightViews
-from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
-from megtool.quant.pipeline.megatron_source import (
-    QuantizedMegatronSource,
-    read_quantized_megatron,
-)
-from megtool.quant.pipeline.obtain_qparams import check_given, solve
-from megtool.quant.pipeline.request import (
-    CalibrationOptions,
-    QuantizeOutputOptions,
-    QuantizeRequest,
-)
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.recipes.learned_scales import LearnedScales
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import resolve_recipe
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
+from megtool.quantize.calibration_data import CalibrationDataOptions
+from megtool.quantize.layout.megatron_source import (
+    QuantizedMegatronSource,
+    read_quantized_megatron,
+)
+from megtool.quantize.obtain_qparams import check_given, solve
+from megtool.quantize.request import (
+    CalibrationOptions,
+    QuantizeOutputOptions,
+    QuantizeRequest,
+)
+from megtool.source.checkpoint import CheckpointSource
 from megtool.train.checkpointing.protocol import CheckpointSaver
 from megtool.train.checkpointing.quantizer_state import QuantizerState
-from megtool.train.config import TrainConfig
 from megtool.train.features.learned_scales import (
     LearnedScalesSaver,
     LearnedWeights,
@@ -63,7 +62,8 @@ from megtool.train.features.learned_scales import (
     learned_bytes_per_block,
 )
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
-from megtool.train.memory_estimate import estimate_fake_quant_bytes
+from megtool.train.model.memory_estimate import estimate_fake_quant_bytes
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

@@ -13,24 +13,25 @@ from typing import Any, Literal, cast
 
 from torch import float32, nn
 
-from megtool.kernels import te_attention, transformer_engine
-from megtool.kernels.activation import formula
-from megtool.kernels.te_experts import TeGroupedLinear
-from megtool.kernels.te_linear import TeLinear, TeModule
-from megtool.kernels.te_norm_linear import TeNorm, TeNormLinear, TeNormMlp
-from megtool.model.attention import Attention
-from megtool.model.decoder import Decoder
-from megtool.model.layer import TransformerLayer
-from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.mamba import MambaMixer
-from megtool.model.mla import DownLinear, LatentAttention
-from megtool.model.mlp import Mlp
-from megtool.model.moe import ExpertLinear, SharedExperts
-from megtool.model.short_conv import GatedShortConv
+from megtool.kernels.attention import transformer_engine as te_attention
+from megtool.kernels.elementwise.activation import formula
+from megtool.kernels.experts.transformer_engine import TeGroupedLinear
+from megtool.kernels.transformer_engine import library as transformer_engine
+from megtool.kernels.transformer_engine.linear import TeLinear, TeModule
+from megtool.kernels.transformer_engine.norm_linear import TeNorm, TeNormLinear, TeNormMlp
+from megtool.model.attention.grouped_query import Attention
+from megtool.model.attention.mla import DownLinear, LatentAttention
+from megtool.model.layers.linear import ColumnLinear, RowLinear
+from megtool.model.layers.mlp import Mlp
+from megtool.model.moe.experts import ExpertLinear, SharedExperts
+from megtool.model.recurrent.mamba import MambaMixer
+from megtool.model.recurrent.short_conv import GatedShortConv
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.layer import TransformerLayer
 from megtool.optim.fp8.config import Fp8Config
 from megtool.optim.fp8.transformer_engine import required_multiple
-from megtool.train.config import TrainConfig
 from megtool.train.features.module_precision import layer_ranges
+from megtool.train.options.config import TrainConfig
 
 TeKind = Literal[
     "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "DotProductAttention"

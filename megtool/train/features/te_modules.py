@@ -6,9 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megtool.model.decoder import Decoder
-from megtool.reshard.source import CheckpointSource
-from megtool.train.config import TrainConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.source.checkpoint import CheckpointSource
 from megtool.train.features.module_precision import choose_precisions
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
 from megtool.train.features.te_layers import (
@@ -20,6 +19,7 @@ from megtool.train.features.te_layers import (
     in_bf16,
     remove_te_modules,
 )
+from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from typing import Self

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.config import ParallelConfig
 from megtool.data.token_alignment import TokenAligner, TokenBytes
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
+from megtool.options.layout import ParallelConfig
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that are in memory as float32 at a time."""

@@ -12,8 +12,8 @@ import pytest
 from megtool import quantize, reshard
 from megtool.errors import CalibrationError, FormatError, UsageError
 from megtool.export.gguf.file_types import assign_types, parse_file_type
-from megtool.model_config import ModelConfig
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
+from megtool.spec.model_config import ModelConfig
 from tests.support.errors import raises
 from tests.support.models import gguf_models
 from tests.support.paths import ROOT

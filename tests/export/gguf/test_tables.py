@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megtool.convert.families import families
-from megtool.convert.mapping import Row, word
+from megtool.convert.families.family import families
+from megtool.convert.language.mapping import Row, word
 from megtool.export.gguf import layout
 from megtool.export.gguf.architectures import is_exported
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.models import gguf_models, moe_cases, mtp_models
 from tests.support.runs.exports import export_gguf
 

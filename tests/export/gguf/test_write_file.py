@@ -21,7 +21,7 @@ from megtool.errors import (
     MissingPackageError,
     UsageError,
 )
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.errors import raises
 from tests.support.models import byte_level, gguf_models, mtp_models
 from tests.support.runs.exports import export_gguf
@@ -273,8 +273,8 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 def test_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = gguf_models.save(tmp_path / "hf", "llama")
     export_gguf(source, tmp_path / "whole" / "m.gguf", outtype="q8_0")
-    from megtool.checkpoint.transport import work_units
     from megtool.export.gguf import block_encoder
+    from megtool.plan import work_units
 
     monkeypatch.setattr(work_units, "UNIT_BYTES", 4096)
     real, calls = block_encoder.encode, []

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megtool import quantize, reshard
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.number_formats.small_floats import single
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.checkpoints.trtllm_joined import config_of, decoded, ranks_of
 from tests.support.errors import raises

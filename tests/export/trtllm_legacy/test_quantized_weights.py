@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.number_formats.small_floats import single
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.checkpoints.trtllm_joined import config_of, joined, ranks_of
 from tests.support.errors import raises

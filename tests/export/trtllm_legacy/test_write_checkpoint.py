@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
+from megtool.storage.files import Files
 from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.folders import contents, file_states, staging_folders
 from tests.support.models import trtllm_models

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.model.moe import ExpertLinear
+from megtool.model.moe.experts import ExpertLinear
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.experts import (

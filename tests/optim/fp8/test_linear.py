@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megtool.kernels.dispatch import requested_implementation, use
-from megtool.kernels.fp8 import Quantized
-from megtool.kernels.fp8_products import multiply
+from megtool.kernels.fp8.cast import Quantized
+from megtool.kernels.fp8.products import multiply
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.linear import fp8_product

@@ -15,8 +15,8 @@ import pytest
 
 from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels.dispatch import use
-from megtool.kernels.te_linear import check_sides
-from megtool.kernels.transformer_engine import INSTALL
+from megtool.kernels.transformer_engine.library import INSTALL
+from megtool.kernels.transformer_engine.linear import check_sides
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.transformer_engine import make_te_recipe, required_multiple
 from megtool.parallel.process_groups import ProcessGroups

@@ -12,8 +12,8 @@ from megtool import quantize
 from megtool.errors import CalibrationError
 from megtool.quant.algorithms.mxfp4_cast import find_exponents, solve_cast
 from megtool.quant.algorithms.weight_grid import make_grid
-from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.formats import RecipeFormat
+from megtool.quantize.report import QuantizeReport
 from tests.support.errors import raises
 from tests.support.models import tiny_models
 from tests.support.quant.write_runs import canonical_values

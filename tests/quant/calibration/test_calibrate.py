@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import reshard
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import CalibrationError, DestinationError, StorageError, UsageError
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration import resume_folder, settings
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
+from megtool.storage.files import Files
 from tests.support.errors import raises
 from tests.support.models import family_models
 from tests.support.quant.calibrated import case, interrupt_after, random_moe, saved_bytes, tokens

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.layer_runner import GraphedLayer
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 from tests.support.models import family_models
 from tests.support.quant.calibrated import case, on_rank, random_moe, tokens
 from tests.support.worlds.gloo_world import run_world

@@ -22,9 +22,9 @@ from megtool.quant.calibration.calibration_file import (
 )
 from megtool.quant.calibration.fingerprint import Fingerprint, compute_fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.calibration.statistics import BINS, ActivationStatistics
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import RecipeFormat
+from megtool.quant.statistics.site_statistics import BINS, ActivationStatistics
 from tests.support.errors import raises
 from tests.support.quant.calibrated import Case, case, random_moe, tokens
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.expert_coverage import fill_missing_statistics, measure_coverage
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 from tests.support.quant.recording import points_of, record
 from tests.support.quant.seen import statistics_of
 from tests.support.worlds.moe_layouts import whole_model

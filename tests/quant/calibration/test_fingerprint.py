@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megtool import reshard
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.fingerprint import hash_model
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.models import tiny_models
 from tests.support.quant.calibrated import case, random_moe, tokens
 

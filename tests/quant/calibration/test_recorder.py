@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.kernels.graph_rule_checker import graphed
+from megtool.kernels.graphs.rule_checker import graphed
 from megtool.model.batch import Batch
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.recorder import ActivationRecorder
-from megtool.quant.calibration.statistics import BINS
+from megtool.quant.statistics.site_statistics import BINS
 from tests.support.quant.recording import assert_equal, batches, on_rank, points_of, raw, record
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.moe_layouts import whole_model

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from megtool.inference.compare import compare
+from megtool.inference.evaluation.compare import compare
 from megtool.inference.forward import Forward
 from megtool.inference.layer_streaming import find_streamer
 from megtool.inference.load import load
 from megtool.inference.windows import TokenDocument
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel, StoredQuantization
 from megtool.quant.fake_quant.fake_quantize import fake_weight

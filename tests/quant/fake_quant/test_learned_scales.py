@@ -14,7 +14,7 @@ from megtool.quant.fake_quant.learned_scales import (
     round_with_scales,
     scale_passes_gradient,
 )
-from megtool.quant.modelopt_backend.load_modelopt import silence_output
+from megtool.quant.modelopt.load import silence_output
 from megtool.quant.recipes.learned_scales import LearnedScales
 from tests.support.quant.modelopt_on_transformers import emulated_kernels
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megtool.config import ParallelConfig
 from megtool.errors import MappingError
 from megtool.inference.load import load
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.fake_quant.weight_views import WeightViews

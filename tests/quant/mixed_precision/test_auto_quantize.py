@@ -20,16 +20,16 @@ from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.micro_batches import MicroBatch
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.sensitivities import Sensitivities
+from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.mixed_precision.auto_quantize import FormatChoice, choose
-from megtool.quant.mixed_precision.decision_units import key_of, list_units
 from megtool.quant.mixed_precision.sensitivity import spread
+from megtool.quant.recipes.decision_units import key_of, list_units
 from megtool.quant.recipes.engine_support import parse_engine
 from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.match import match_rules
 from megtool.quant.recipes.rules import RecipeProblems
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
-from megtool.quant.solve_qparams import solve_qparams
 from tests.support.errors import raises
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.loaded import measure_sensitivities, points_of, source_of

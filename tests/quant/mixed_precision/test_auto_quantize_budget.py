@@ -11,8 +11,8 @@ import pytest
 from megtool import quantize
 from megtool.errors import CalibrationError, UsageError
 from megtool.quant.calibration.calibration_file import CalibrationFile
-from megtool.quant.pipeline.plan import QuantizePlan
-from megtool.quant.pipeline.report import QuantizeReport
+from megtool.quantize.plan import QuantizePlan
+from megtool.quantize.report import QuantizeReport
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_text

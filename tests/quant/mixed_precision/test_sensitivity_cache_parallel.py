@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities

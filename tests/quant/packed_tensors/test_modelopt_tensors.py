@@ -15,7 +15,7 @@ from megtool.quant.packed_tensors.modelopt_tensors import (
 )
 from megtool.quant.qparams import KVCacheQParams, WeightQParams
 from megtool.quant.recipes.formats import RecipeFormat
-from megtool.reshard.constant_feed import round_to_dtype
+from megtool.transport.constant_feed import round_to_dtype
 
 BF16 = dtype("bfloat16")
 O, I = 128, 256  # noqa: E741

@@ -7,14 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megtool.checkpoint.computed_tensors import RegionReader
-from megtool.checkpoint.formats.safetensors import open_checkpoint
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.encoded_chunks import SourceFiles
-from megtool.checkpoint.transport.shard_locator import ShardLocator
-from megtool.checkpoint.transport.strided import Buffers
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
+from megtool.formats.safetensors.reader import open_checkpoint
 from megtool.number_formats.decode import SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
@@ -23,7 +18,12 @@ from megtool.quant.packed_tensors.modelopt_tensors import compute_global_scale, 
 from megtool.quant.packed_tensors.pack import WeightToPack, find_amaxes, grain_of, make_pack_feeds
 from megtool.quant.qparams import WeightQParams
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
+from megtool.storage.files import Files
 from megtool.tensors.placement import Placement
+from megtool.transport.computed_tensors import RegionReader
+from megtool.transport.encoded_chunks import SourceFiles
+from megtool.transport.shard_locator import ShardLocator
+from megtool.transport.strided import Buffers
 from tests.support.errors import raises
 
 ROWS, COLUMNS = 256, 384

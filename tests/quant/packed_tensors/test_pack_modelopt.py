@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.quant.pipeline.write import write
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
+from megtool.quantize.layout.write import write
 from megtool.reshard.execute import ExecutionOptions
 from megtool.reshard.writers.target_spec import TargetOptions
 from tests.support.folders import stored_tensors

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from megtool import quantize, reshard
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, MappingError
-from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.rotation import RotationSettings
 from megtool.quant.rotation import rotated_tensors
 from megtool.quant.rotation.rotate import rotate
-from megtool.reshard.open_source import open_source
+from megtool.quantize.report import QuantizeReport
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.errors import raises
 from tests.support.folders import contents
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import UsageError
+from megtool.formats import open_checkpoint
 from tests.support.errors import raises
 from tests.support.folders import stored_tensors
 from tests.support.models import tiny_llama
@@ -128,8 +128,8 @@ def read_bytes(folder: Path, name: str) -> bytes:
 def test_a_database_that_was_stopped_is_begun_anew(
     tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megtool.checkpoint.formats import tensorstore
     from megtool.errors import StorageError
+    from megtool.formats.zarr import tensorstore
 
     settle, calls = tensorstore._flush, []
     monkeypatch.setattr(tensorstore, "_BATCH_BYTES", 1 << 10)

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from megtool import verify
-from megtool.checkpoint.digest import SIDECAR
+from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MegtoolError
 from tests.support.attack import specimens
 from tests.support.attack.outcome import Outcome

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from megtool.checkpoint.commit import StagingFolder
+from megtool.staging.folder.stage import StagingFolder
 from tests.support.attack import specimens
 from tests.support.attack.child import PATIENCE, run, start
 from tests.support.attack.outcome import Outcome

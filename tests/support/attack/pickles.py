@@ -6,10 +6,10 @@ import random
 import shutil
 from pathlib import Path
 
-from megtool.checkpoint.containers.pickle_globals import ALLOWED_GLOBALS
-from megtool.checkpoint.containers.te_extra_state import make_bytes_tensor
-from megtool.checkpoint.containers.zip_writer import encode_object
-from megtool.config import ParallelConfig
+from megtool.megatron_state.extra_states.te_state import make_bytes_tensor
+from megtool.options.layout import ParallelConfig
+from megtool.pickles.allow_list import ALLOWED_GLOBALS
+from megtool.pickles.zip_writer import encode_object
 from tests.support.attack.child import run
 from tests.support.attack.outcome import Outcome
 from tests.support.checkpoints import arrays, te_payloads

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Destination
+from megtool.tensors.catalogue import Destination
 from megtool.tensors.placement import Placement
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.dialects import CanonicalView
+from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import dtype
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 
 from megtool import reshard
-from megtool.checkpoint.formats import open_checkpoint
 from megtool.errors import MegtoolError
+from megtool.formats import open_checkpoint
 from tests.support.folders import stored_tensors
 from tests.support.models import tiny_llama
 

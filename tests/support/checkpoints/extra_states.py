@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megtool import reshard
-from megtool.checkpoint.containers.te_extra_state import ExtraState, decode
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.megatron_metadata import read_object
+from megtool.formats import open_checkpoint
+from megtool.megatron_state.extra_states.names import Site, parse_site
+from megtool.megatron_state.extra_states.te_state import ExtraState, decode
+from megtool.megatron_state.saved_objects import read_object
 from megtool.number_formats.delayed_scaling import KINDS
-from megtool.reshard.megatron.extra_state_names import Site, parse_site
 from megtool.reshard.report import ReshardReport
 
 ITERATION = "iter_0000007"

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from megtool.checkpoint.storage.files import Files
+from megtool.storage.files import Files
 
 T = TypeVar("T")
 

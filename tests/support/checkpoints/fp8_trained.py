@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megtool import reshard
-from megtool.reshard.megatron.extra_state_names import Site
+from megtool.megatron_state.extra_states.names import Site
 from tests.support.checkpoints.extra_states import Edit, pack_state
 from tests.support.models import tiny_llama
 

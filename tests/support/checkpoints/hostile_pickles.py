@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.pickle_writer import encode
+from megtool.pickles import reader as pickle_reader
+from megtool.pickles.writer import encode
 
 _NAMES = """
 os:system posix:system nt:system subprocess:Popen subprocess:check_output pty:spawn

@@ -12,22 +12,18 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.computed_tensors import TensorFeed
-from megtool.checkpoint.copy import execute
-from megtool.checkpoint.formats.safetensors import open_checkpoint, plan_safetensors_layout
-from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.export.repack import WeightSlice, plan_repack
 from megtool.export.small_tensors import SmallTensorReader
+from megtool.formats.safetensors.reader import open_checkpoint, plan_safetensors_layout
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart, PartSpan
+from megtool.plan.copies import DroppedItem, PlanSource, ReshardPlan
+from megtool.plan.execute import execute
+from megtool.plan.planner import build_plan
 from megtool.quant.packed_tensors.hf_config import (
     QuantizedLayer,
     hf_quant_config,
@@ -35,9 +31,13 @@ from megtool.quant.packed_tensors.hf_config import (
     with_quantization,
 )
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
-from megtool.reshard.constant_feed import ConstantFeed
+from megtool.staging.folder.stage import StagingFolder
+from megtool.storage.files import Files
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from megtool.transport.computed_tensors import TensorFeed
+from megtool.transport.constant_feed import ConstantFeed
+from megtool.transport.reading.reader import CheckpointReader
 
 Tensors = dict[str, torch.Tensor]
 PartTensors = list[tuple[PackedPart, GlobalTensor]]

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.reshard.megatron.checkpoint_objects import encode_stored_object
+from megtool.formats import open_checkpoint
+from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.run_state.checkpoint_objects import encode_stored_object
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
+from megtool.transport.reading.reader import CheckpointReader
 
 Materialize = Callable[[Any, Path, dict[str, Any]], None]
 

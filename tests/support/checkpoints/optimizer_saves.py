@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megtool import reshard
-from megtool.config import ParallelConfig
+from megtool.options.layout import ParallelConfig
 from megtool.reshard import execute, target
 from megtool.tensors.registration_order import ORDERS, Order
 from tests.support.checkpoints.trained import config, write

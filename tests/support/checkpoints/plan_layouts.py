@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
 from megtool.dtypes import dtype
+from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
-from megtool.quant.calibration.activation_sites import list_activation_sites
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.recipes.formats import (
     FORMATS,
@@ -28,8 +27,9 @@ from megtool.quant.recipes.formats import (
 )
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
-from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import list_activation_sites
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_source
 
 Tensors = dict[str, torch.Tensor]
 

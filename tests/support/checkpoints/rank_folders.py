@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.checkpoint.catalogue import Catalogue
 from megtool.dtypes import dtype
+from megtool.tensors.catalogue import Catalogue
 
 BF16 = (torch.bfloat16, torch.bfloat16)
 

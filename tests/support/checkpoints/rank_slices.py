@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import TargetView
-from megtool.convert.rank_parameters import RankPlace, rank_parameters
+from megtool.convert.megatron.rank_parameters import RankPlace, rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates
-from megtool.model_config import ModelConfig
+from megtool.options.layout import ParallelConfig
+from megtool.spec.model_config import ModelConfig
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

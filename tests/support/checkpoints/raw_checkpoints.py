@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.tensors.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 

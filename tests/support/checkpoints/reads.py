@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.storage.files import Files
+from megtool.tensors.catalogue import Catalogue
+from megtool.transport.reading.reader import CheckpointReader
 
 
 def contents(catalogue: Catalogue) -> dict[str, np.ndarray]:

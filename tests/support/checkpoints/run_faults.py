@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.formats import open_checkpoint
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 
 Edit = Callable[[dict[str, Any]], None]
 

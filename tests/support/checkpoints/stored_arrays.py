@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
+from megtool.formats import open_checkpoint
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:

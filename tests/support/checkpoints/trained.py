@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.containers.pickle_reader import inert_global
-from megtool.checkpoint.containers.pickle_writer import make_namespace
-from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
-from megtool.config import ParallelConfig
-from megtool.convert.binding import Binding
-from megtool.convert.canonical import CanonicalModel
-from megtool.convert.hybrid import needs_hybrid, to_hybrid
-from megtool.convert.megatron import IN_PARTS, STACKED
-from megtool.convert.megatron_args import args_from_config
-from megtool.convert.sharding import shard
+from megtool.convert.config.hybrid import needs_hybrid, to_hybrid
+from megtool.convert.language.binding import Binding
+from megtool.convert.language.canonical import CanonicalModel
+from megtool.convert.megatron.args import args_from_config
+from megtool.convert.megatron.names import IN_PARTS, STACKED
+from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import dtype
-from megtool.model_config import ModelConfig
+from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.options.layout import ParallelConfig
+from megtool.pickles.reader import inert_global
+from megtool.pickles.writer import make_namespace
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
 GROUPS = {

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.weight_update import WeightUpdate
-from megtool.config import LayoutOptions
 from megtool.console import silent
+from megtool.options.layout import LayoutOptions
 from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
-from megtool.reshard.merge import AdapterMerge
-from megtool.reshard.open_source import open_source
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.source_options import SelectionOptions
 from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.source.merge import AdapterMerge
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.weight_update import WeightUpdate
 
 EXECUTION = ExecutionOptions(fsync=False, threads=1)
 

@@ -6,7 +6,7 @@ CHUNK_BYTES = 64 << 10
 
 READ = """
 import sys
-from megtool.checkpoint.formats import open_checkpoint
+from megtool.formats import open_checkpoint
 from megtool.errors import FormatError
 for path in sys.argv[1:]:
     from pathlib import Path

@@ -13,15 +13,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megtool.kernels import (
-    causal_conv_triton,
-    delta_rule_triton,
-    fp8_triton,
-    grouped_gemm_triton,
-    launch,
-    lm_head_triton,
-    ssd_triton,
-)
+from megtool.kernels import launch
+from megtool.kernels.experts import grouped_gemm_triton
+from megtool.kernels.fp8 import cast_triton as fp8_triton
+from megtool.kernels.recurrence import causal_conv_triton, delta_rule_triton, ssd_triton
+from megtool.kernels.vocabulary import lm_head_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

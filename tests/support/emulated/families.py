@@ -22,15 +22,15 @@ start(Path(sys.argv[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megtool.convert.families import family  # noqa: E402
+from megtool.convert.families.family import family  # noqa: E402
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep  # noqa: E402
 from megtool.inference.forward import Forward  # noqa: E402
-from megtool.kernels.cuda_graphs import CudaGraphs  # noqa: E402
 from megtool.kernels.dispatch import Implementation, use  # noqa: E402
+from megtool.kernels.graphs.cuda_graphs import CudaGraphs  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.decoder import Decoder  # noqa: E402
-from megtool.model_config import ModelConfig  # noqa: E402
+from megtool.model.stacks.decoder import Decoder  # noqa: E402
 from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
+from megtool.spec.model_config import ModelConfig  # noqa: E402
 from tests.support.models import dense_decoders as dense  # noqa: E402
 from tests.support.models import moe_models  # noqa: E402
 from tests.support.models.tiny_model import tiny_config  # noqa: E402

@@ -12,13 +12,13 @@ import transformers
 from torch import Tensor
 
 from megtool.adapters.read import read_adapter
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.weight_update import WeightUpdate
 from megtool.model.batch import Batch
 from megtool.quant.fake_quant.weight_views import WeightViews
-from megtool.reshard.open_source import open_source
-from megtool.train.build_model import load_for_training
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.train.model.build import load_for_training
+from megtool.transport.reading.reader import CheckpointReader
+from megtool.transport.weight_update import WeightUpdate
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

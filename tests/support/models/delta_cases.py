@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
-from megtool.inference.generate import DecodingOptions, generate
-from megtool.kernels.causal_conv import runs_of
+from megtool.inference.generation.batching import GenerateRequest
+from megtool.inference.generation.generate import DecodingOptions, generate
+from megtool.kernels.recurrence.causal_conv import runs_of
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache, KeySpan, KVCache
-from megtool.model.decoder import Decoder
+from megtool.model.cache.kv_cache import ContiguousCache, KeySpan, KVCache
+from megtool.model.cache.paged import PagedCache
 from megtool.model.forward_context import ForwardContext
-from megtool.model.paged_cache import PagedCache
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.spec.model_config import ModelConfig
 
 TOKENS = 70  # more than a chunk
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}

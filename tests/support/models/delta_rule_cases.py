@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.kernels.causal_conv import runs_of
+from megtool.kernels.recurrence.causal_conv import runs_of
 
 F64 = torch.float64
 Rule = Callable[..., tuple[Tensor, Tensor]]

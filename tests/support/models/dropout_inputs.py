@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megtool.model.batch import Batch
-from megtool.model_config import ModelConfig
+from megtool.spec.model_config import ModelConfig
 
 PLAIN = ModelConfig(
     num_layers=4,

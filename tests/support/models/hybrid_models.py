@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.spec.model_config import ModelConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,

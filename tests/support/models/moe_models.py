@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families import family
+from megtool.convert.families.family import family
 from megtool.dtypes import dtype
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.models import moe_cases
 from tests.support.models.dense_cases import ALPHA

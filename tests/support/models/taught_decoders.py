@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.spec.model_config import ModelConfig
 
 V = 200  # padded to 256
 SIZES: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from tests.support.folders import write_folder
 from tests.support.models import tiny_llama
 

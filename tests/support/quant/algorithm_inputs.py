@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.quant.calibration.statistics import (
+from megtool.quant.statistics.site_statistics import (
     BINS,
     BINS_PER_OCTAVE,
     OCTAVES,

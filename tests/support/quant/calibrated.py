@@ -12,7 +12,6 @@ import torch
 
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.calibrate import calibrate
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.fingerprint import compute_fingerprint
@@ -20,7 +19,8 @@ from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.calibration.settings import CalibrationSettings
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
+from megtool.source.checkpoint import CheckpointSource
 from tests.support.models import tiny_models
 
 
@@ -120,7 +120,7 @@ def on_rank(
     rank: int, size: int, folder: Path, recipe: str, layout: dict[str, int], more: dict[str, Any]
 ) -> tuple[dict[str, Any], bytes]:
     """A rank's statistics and the bytes of its artefact. For `run_world`."""
-    from megtool.config import ParallelConfig
+    from megtool.options.layout import ParallelConfig
 
     groups = ProcessGroups.start(ParallelConfig(**layout))
     try:
@@ -135,7 +135,7 @@ def on_rank(
 
 def calibrate_by_modelopt(made: Case, groups: ProcessGroups | None = None, **more: Any) -> QParams:
     """What ModelOpt finds for a case, over the activations of our decoder."""
-    from megtool.quant.modelopt_backend.unit_solver import ModelOptSolver
+    from megtool.quant.modelopt.unit_solver import ModelOptSolver
 
     own = ProcessGroups.alone("cpu") if groups is None else groups
     d = made.decided
@@ -147,7 +147,7 @@ def modelopt_on_rank(
     rank: int, size: int, folder: Path, recipes: dict[str, dict[str, Any]], layout: dict[str, int]
 ) -> list[QParams]:
     """What ModelOpt finds on a rank for each recipe, with options of its case. For `run_world`."""
-    from megtool.config import ParallelConfig
+    from megtool.options.layout import ParallelConfig
 
     torch.set_num_threads(1)
     groups = ProcessGroups.start(ParallelConfig(**layout))

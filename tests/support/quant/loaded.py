@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool.model.batch import Batch
-from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.fake_quant.fake_quant_model import StoredQuantization
 from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
@@ -19,8 +18,9 @@ from megtool.quant.qparams import KVCacheQParams, LowRankBranch, QParams, Weight
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.quant.resolve import ResolvedRecipe
-from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_source
 
 
 def randomize(folder: Path, seed: int = 0) -> Path:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megtool.model.batch import Batch
-from megtool.quant.calibration.activation_sites import map_norm_readers
 from megtool.quant.fake_quant.rounding_torch import to_e2m1
-from megtool.quant.modelopt_backend.load_modelopt import import_modelopt, silence_output
-from megtool.quant.modelopt_backend.quantizer_config import build_modelopt_config
-from megtool.quant.modelopt_backend.read_qparams import read_qparams
-from megtool.quant.modelopt_backend.unit_modules import ROUNDING
+from megtool.quant.modelopt.load import import_modelopt, silence_output
+from megtool.quant.modelopt.quantizer_config import build_modelopt_config
+from megtool.quant.modelopt.read_qparams import read_qparams
+from megtool.quant.modelopt.unit_modules import ROUNDING
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe
+from megtool.quant.statistics.activation_sites import map_norm_readers
 from tests.support.quant.loaded import points_of
 
 

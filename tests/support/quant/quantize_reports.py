@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megtool.lint.finding import error, warning
-from megtool.quant.pipeline.report import (
+from megtool.quantize.report import (
     AutoChoice,
     CalibrationFacts,
     CoverageRow,
@@ -13,7 +13,7 @@ from megtool.quant.pipeline.report import (
     QuantizeEvaluation,
     QuantizeReport,
 )
-from megtool.quant.verification.verify_folder import FolderVerification, WeightAccuracy
+from megtool.quantize.verification.verify_folder import FolderVerification, WeightAccuracy
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=a>&'\x1b[31m"
 

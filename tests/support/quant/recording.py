@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.recorder import ActivationRecorder
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.statistics.activation_sites import ActivationSite
+from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.spec.model_config import ModelConfig
 from tests.support.worlds.moe_layouts import config_of, rank_part, whole_model
 
 SAMPLES, LENGTH = 4, 10

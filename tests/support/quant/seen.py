@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megtool.model.hook_locations import HookLocation
+from megtool.model.stacks.hook_locations import HookLocation
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.reduce_statistics import reduce_statistics
-from megtool.quant.calibration.running_statistics import RunningStatistics
-from megtool.quant.calibration.statistics import ActivationStatistics
+from megtool.quant.statistics.reduce import reduce_statistics
+from megtool.quant.statistics.running import RunningStatistics
+from megtool.quant.statistics.site_statistics import ActivationStatistics
 
 
 def statistics_of(

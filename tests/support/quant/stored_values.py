@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numeric_values
-from megtool.reshard.open_source import WITHOUT_QUANTIZERS, open_source
+from megtool.source.open import WITHOUT_QUANTIZERS, open_source
+from megtool.storage.files import Files
+from megtool.transport.cast import numeric_values
+from megtool.transport.reading.reader import CheckpointReader
 
 
 def canonical(folder: Path, module: str, *, state: str = "") -> torch.Tensor:

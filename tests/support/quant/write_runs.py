@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.read import CheckpointReader
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numeric_values
-from megtool.quant.pipeline import write as quantize_write
-from megtool.quant.pipeline.write import WriteReport, write
+from megtool.digests.crc32c import DigestMode
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.quantize.layout import write as quantize_write
+from megtool.quantize.layout.write import WriteReport, write
 from megtool.reshard.execute import ExecutionOptions
-from megtool.reshard.open_source import open_source
 from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.source.open import open_source
+from megtool.storage.files import Files
+from megtool.transport.cast import numeric_values
+from megtool.transport.reading.reader import CheckpointReader
 
 Floats = np.ndarray
 
@@ -73,8 +73,8 @@ def canonical_values(folder: Path) -> dict[str, Floats]:
 
 def shared_amaxes(decided: ResolvedRecipe, settlement: QParams) -> dict[str, WeightQParams]:
     """The treatments with their amax, one for all that engines run as one."""
-    from megtool.quant.pipeline.stored_layout import list_stored_modules
-    from megtool.quant.pipeline.weight_layout import make_quantized_target
+    from megtool.quantize.layout.stored_layout import list_stored_modules
+    from megtool.quantize.layout.weight_layout import make_quantized_target
 
     decisions, opened = decided.matched.decisions, decided.source
     target = make_quantized_target(opened, decisions, TargetOptions(to="hf"))

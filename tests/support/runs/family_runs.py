@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from megtool.config import ParallelConfig
 from megtool.model.batch import Batch
-from megtool.model.fully_shard import FullyShard
-from megtool.model.pipeline import PipelineSchedule
-from megtool.model.recompute import recompute
+from megtool.model.stacks.fully_shard import FullyShard
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.model.stacks.recompute import recompute
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_decoder
-from megtool.train.build_model import load_for_training
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_decoder
+from megtool.train.model.build import load_for_training
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_plan import make_optimizer, plan_run
 
 ROWS, LENGTH = 2, 16

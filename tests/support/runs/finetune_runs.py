@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool import finetune
-from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.reports.finetune import FinetuneReport
 from megtool.train.run_log import read_log
 
 TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megtool import reshard
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import (
     DestinationError,
     MegtoolError,
     StorageError,
 )
+from megtool.storage.files import Files
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states

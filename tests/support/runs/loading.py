@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megtool.config import ParallelConfig
 from megtool.convert.dialects import DialectOptions, write_side
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.inference.rank_weights import Weights, decoder_of
-from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
+from megtool.options.layout import ParallelConfig
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_source
 from tests.support.checkpoints.rank_slices import slice_tensors
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from megtool.config import ParallelConfig
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_decoder
-from megtool.train.build_model import load_for_training
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_decoder
 from megtool.train.loop import TrainJob, TrainOutcome, TrainState, train
+from megtool.train.model.build import load_for_training
+from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import freeze, make_lr_schedule, make_optimizer, plan_run
 from tests.support.runs.numbered_data import LENGTH, Numbers

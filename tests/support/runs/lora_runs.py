@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.storage.files import Files
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.lora import LoraSettings, merge
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.lora import LoraSettings, merge
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_source
-from megtool.train.build_model import load_for_training
+from megtool.source.open import open_source
+from megtool.storage.files import Files
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
 from megtool.train.features.lora import FOLDER, LoraFeature
+from megtool.train.model.build import load_for_training
 
 TOKENS = torch.randint(1, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 

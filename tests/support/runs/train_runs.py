@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.fully_shard import FullyShard, sharded_modules
-from megtool.model.pipeline import PipelineSchedule
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.fully_shard import FullyShard, sharded_modules
+from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fully_sharded import FullyShardedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
-from megtool.train.build_model import load_for_training
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import open_source
 from megtool.train.checkpointing.megatron_template import make_save_template
 from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.checkpointing.resume import ResumedRun, resume
 from megtool.train.checkpointing.save import TorchDistSaver
+from megtool.train.model.build import load_for_training
 
 ROWS, LENGTH = 4, 8
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megtool
-from megtool.checkpoint.transport import work_units
+from megtool.plan import work_units
 from tests.support.paths import ROOT
 
 UNIT_BYTES = 3000

@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from megtool.checkpoint import copy, nested_runs, work_threads
-from megtool.checkpoint.storage import (
-    lease,
-    lock,
-    memory_store,
-    open_objects,
-    part_layout,
-    store_index,
-    store_probe,
-)
-from megtool.checkpoint.transport import work_units
+from megtool.plan import execute as copy
+from megtool.plan import work_units
+from megtool.process import threads as work_threads
+from megtool.staging import nested_runs
+from megtool.storage import lock
+from megtool.storage.location import index as store_index
+from megtool.storage.objects import lease, open_objects, part_layout
+from megtool.storage.objects import probe as store_probe
+from megtool.storage.stores import memory as memory_store
 from tests.support.simulation.scheduler import Scheduler
 
 UNIT_BYTES, TILE_BYTES, PART_BYTES = 256, 128, 200

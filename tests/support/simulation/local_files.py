@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megtool.checkpoint import nested_runs
-from megtool.checkpoint.storage import files as storage_files
-from megtool.checkpoint.storage.files import Files
+from megtool.staging import nested_runs
+from megtool.storage import files as storage_files
+from megtool.storage.files import Files
 from tests.support.simulation.disk import Inode, SimulatedDisk, failure
 from tests.support.simulation.scheduler import Process
 

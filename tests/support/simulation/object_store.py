@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from megtool.checkpoint.storage.memory_store import MemoryStore
 from megtool.errors import StorageError
+from megtool.storage.stores.memory import MemoryStore
 from tests.support.simulation.scheduler import Process, Scheduler
 from tests.support.stores.memory_stores import METHODS, VisibleStore
 

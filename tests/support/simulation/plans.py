@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue, StoredFile
-from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.plan import PlanSource, ReshardPlan
-from megtool.checkpoint.planner import build_plan
-from megtool.checkpoint.workers.identity import WorkerIdentity
+from megtool.digests.crc32c import DigestMode
 from megtool.errors import SourceChangedError
+from megtool.plan.copies import PlanSource, ReshardPlan
+from megtool.plan.planner import build_plan
+from megtool.process.worker_identity import WorkerIdentity
+from megtool.tensors.catalogue import Catalogue, StoredFile
 from tests.support.checkpoints import raw_checkpoints
 from tests.support.checkpoints.plan_layouts import LAYOUTS, build_layout, place
 from tests.support.simulation.disk import SimulatedDisk

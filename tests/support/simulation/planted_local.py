@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megtool.checkpoint import copy, journal
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.worker import Worker
 from megtool.errors import StorageError
+from megtool.plan import execute as copy
+from megtool.plan.worker import Worker
+from megtool.staging.folder import journal
+from megtool.staging.folder.stage import StagingFolder
+from megtool.storage.files import Files
 
 Plant = Callable[[], AbstractContextManager[Any]]
 

@@ -8,14 +8,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from megtool.checkpoint import store_publish, store_stage
-from megtool.checkpoint.storage.lease import Lease
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.object_writer import ObjectWriter
-from megtool.checkpoint.storage.store import ConditionError, UploadedPart
-from megtool.checkpoint.store_publish import Publication
-from megtool.checkpoint.store_resume import EarlierObjects
-from megtool.checkpoint.store_stage import StoreStage
+from megtool.staging import publication as store_publish
+from megtool.staging.publication import Publication
+from megtool.staging.store import stage as store_stage
+from megtool.staging.store.resume import EarlierObjects
+from megtool.staging.store.stage import StoreStage
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects.lease import Lease
+from megtool.storage.objects.writer import ObjectWriter
+from megtool.storage.stores.protocol import ConditionError, UploadedPart
 from tests.support.simulation.planted_local import Plant
 
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from megtool.checkpoint.workers import share_copy
-from megtool.checkpoint.workers.record import WorkerRecord
-from megtool.checkpoint.workers.shared_staging import SharedStaging
-from megtool.checkpoint.workers.shared_store_stage import SharedStoreStage
+from megtool.staging.workers import share_copy
+from megtool.staging.workers.record import WorkerRecord
+from megtool.staging.workers.shared_folder import SharedStaging
+from megtool.staging.workers.shared_store import SharedStoreStage
 from tests.support.simulation.planted_local import Plant
 
 

@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import SIDECAR
+from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MegtoolError
+from megtool.plan.execute import CopyReport
 from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.staging.folder.stage import StagingFolder
 from tests.support.simulation.disk import SimulatedDisk
 from tests.support.simulation.environment import Violation, simulated
 from tests.support.simulation.history import SeededHistory, describe

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.digest import SIDECAR, DigestMode
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import location
+from megtool.digests.crc32c import SIDECAR, DigestMode
 from megtool.errors import MegtoolError
+from megtool.plan.execute import CopyReport
 from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.storage.location.path import location
+from megtool.storage.stores.connect import register_store
 from tests.support.simulation.disk import SimulatedDisk
 from tests.support.simulation.environment import Violation, separate_processes, simulated
 from tests.support.simulation.history import SeededHistory, describe

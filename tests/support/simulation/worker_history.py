@@ -6,11 +6,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.copy import CopyReport
-from megtool.checkpoint.storage.location import location
-from megtool.checkpoint.workers.identity import WorkerIdentity
 from megtool.errors import MegtoolError
+from megtool.plan.execute import CopyReport
+from megtool.process.worker_identity import WorkerIdentity
 from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.storage.location.path import location
 from tests.support.simulation.environment import Violation
 from tests.support.simulation.history import describe
 from tests.support.simulation.local_files import LocalFaults, SimulatedFiles

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from megtool.checkpoint.storage import connect
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.cli.app import main
 from megtool.console import Bar
+from megtool.storage.location.index import store_index
+from megtool.storage.stores import connect
 from tests.support.stores.fault_proxy import Action
 
 UNSTABLE = {"seconds", "path", "source", "a", "b"}

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.store_index import store_index
 from megtool.errors import StorageError
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.stores.memory import MemoryStore
 
 URL = "memory://bucket"
 PART_BYTES = 1000

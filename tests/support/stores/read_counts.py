@@ -6,12 +6,12 @@ import threading
 import time
 from pathlib import Path
 
-from megtool.checkpoint.storage.connect import register_store
-from megtool.checkpoint.storage.location import StorePath
-from megtool.checkpoint.storage.memory_store import MemoryStore
-from megtool.checkpoint.storage.object_cache import object_cache
-from megtool.checkpoint.storage.store import Listing, ObjectInfo
-from megtool.checkpoint.storage.store_index import store_index
+from megtool.storage.location.index import store_index
+from megtool.storage.location.path import StorePath
+from megtool.storage.objects.cache import object_cache
+from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import Listing, ObjectInfo
 
 
 class CountingStore(MemoryStore):

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.param_attributes import finish_gradients, sum_over_replicas
-from megtool.model.pipeline import PipelineSchedule, build_stages, forward_stages
-from megtool.model_config import ModelConfig
+from megtool.model.layers.param_attributes import finish_gradients, sum_over_replicas
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule, build_stages, forward_stages
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec.model_config import ModelConfig
 from tests.support.worlds import moe_layouts
 from tests.support.worlds.moe_layouts import DENSE, SIZES, rank_part
 

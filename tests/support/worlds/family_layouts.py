@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from megtool.config import ParallelConfig
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache
-from megtool.model.decoder import Decoder
-from megtool.model.param_attributes import finish_gradients, sum_over_replicas
-from megtool.model.pipeline import PipelineSchedule, forward_stages
+from megtool.model.cache.kv_cache import ContiguousCache
+from megtool.model.layers.param_attributes import finish_gradients, sum_over_replicas
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule, forward_stages
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.runs.loading import source_of
 from tests.support.worlds.moe_layouts import rank_part

@@ -20,7 +20,12 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-PRELOADED = ["torch.distributed.pipelining", "pytest", "hypothesis", "megtool.model.pipeline"]
+PRELOADED = [
+    "torch.distributed.pipelining",
+    "pytest",
+    "hypothesis",
+    "megtool.model.stacks.pipeline",
+]
 
 
 class WorldError(AssertionError):

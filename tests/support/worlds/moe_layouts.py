@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
-from megtool.convert.rank_parameters import boxes_of_rank
-from megtool.convert.sharding import rule_of
+from megtool.convert.megatron.rank_parameters import boxes_of_rank
+from megtool.convert.megatron.sharding import rule_of
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache
-from megtool.model.decoder import Decoder
-from megtool.model.param_attributes import finish_gradients, sum_over_replicas
-from megtool.model_config import ModelConfig
+from megtool.model.cache.kv_cache import ContiguousCache
+from megtool.model.layers.param_attributes import finish_gradients, sum_over_replicas
+from megtool.model.stacks.decoder import Decoder
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec.model_config import ModelConfig
 
 DENSE: dict[str, Any] = dict(
     num_layers=2,

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.config import ParallelConfig
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule, build_stages
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule, build_stages
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec.model_config import ModelConfig
 from tests.support.worlds.moe_layouts import DENSE, rank_part
 
 ROWS, TOKENS = 8, 6

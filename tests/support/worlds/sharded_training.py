@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.model.decoder import Decoder
-from megtool.model.fully_shard import FullyShard, sharded_modules
-from megtool.model.recompute import recompute
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.fully_shard import FullyShard, sharded_modules
+from megtool.model.stacks.recompute import recompute
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.fully_sharded import FullyShardedOptimizer
 from megtool.parallel.process_groups import ProcessGroups

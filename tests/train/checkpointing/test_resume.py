@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megtool import reshard, verify
-from megtool.config import ParallelConfig
 from megtool.errors import MappingError
+from megtool.options.layout import ParallelConfig
 from tests.support.checkpoints.trained import config, write
 from tests.support.errors import raises
 from tests.support.models import mtp_models, tiny_llama

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import pytest
 
 from megtool import verify
-from megtool.checkpoint.commit import StagingFolder
-from megtool.checkpoint.formats.save_folder import find_iteration
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
+from megtool.formats.save_folder import find_iteration
+from megtool.staging.folder.stage import StagingFolder
+from megtool.storage.files import Files
 from megtool.train.checkpointing.save import TorchDistSaver
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.errors import raises

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megtool import reshard, verify
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.random_state import is_rng_object
-from megtool.reshard.open_source import open_source
+from megtool.megatron_state.random_state import is_rng_object
+from megtool.source.open import open_source
+from megtool.tensors.catalogue import Catalogue
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
 from tests.support.runs.train_runs import Trained
@@ -109,7 +109,7 @@ def test_weights_of_a_hugging_face_folder_are_saved_as_reshard_writes_them(
 def test_state_is_saved_as_reshard_writes_it(
     model: str, layout: dict[str, int], size: int, materialize: Materialize, tmp_path: Path
 ) -> None:
-    from megtool.config import ParallelConfig
+    from megtool.options.layout import ParallelConfig
 
     write(tmp_path / "src", config(**MODELS[model]), ParallelConfig(), materialize)
     reshard(tmp_path / "src", tmp_path / "want", fsync=False, **layout)

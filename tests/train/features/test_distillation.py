@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule, build_stages
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule, build_stages
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec.model_config import ModelConfig
 from megtool.train.features.distillation import (
     DistillationFeature,
     check_vocabularies,

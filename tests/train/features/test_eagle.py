@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import RecipeError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.storage.files import Files
 from megtool.train.features.eagle import EagleFeature
 from megtool.train.features.eagle_head import EagleHead, make_eagle_config, read_eagle_recipe
 from tests.support.errors import raises

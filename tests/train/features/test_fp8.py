@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from megtool import reshard
-from megtool.checkpoint.containers.te_extra_state import decode
-from megtool.checkpoint.megatron_metadata import read_object
 from megtool.dtypes import dtype
 from megtool.errors import UsageError
+from megtool.fp8_state.inspect import inspect_amax
+from megtool.megatron_state.extra_states.te_state import decode
+from megtool.megatron_state.saved_objects import read_object
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.recompute import recompute
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.recompute import recompute
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fp8.config import Fp8Config, Recipe
-from megtool.optim.fp8.fp8_weights import find_fp8_weight
+from megtool.optim.fp8.weights import find_fp8_weight
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.open_source import open_source
+from megtool.source.open import open_source
 from megtool.tensors.sharded import GlobalTensor
 from megtool.train.checkpointing.protocol import SaveMetadata
 from megtool.train.features.fp8 import Fp8Feature

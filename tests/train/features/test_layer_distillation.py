@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.pipeline import PipelineSchedule
-from megtool.model.recompute import recompute
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.model.stacks.recompute import recompute
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.distillation import DistillationFeature
 from megtool.train.features.layer_distillation import choose_pairs, pair_layers

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
+from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.learned_scales import learned_gradients
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.learned_scales import LearnedScales
-from megtool.train.build_model import load_for_training
 from megtool.train.features.learned_scales import LearnedWeights
+from megtool.train.model.build import load_for_training
 from tests.support.models import tiny_models
 from tests.support.quant.loaded import make_qparams, open_model_source, randomize
 

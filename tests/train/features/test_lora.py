@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megtool.adapters.peft_config import CONFIG_FILE
-from megtool.config import ParallelConfig
 from megtool.errors import CheckpointError
-from megtool.model.lora import LoraSettings, adapters_of
+from megtool.model.stacks.lora import LoraSettings, adapters_of
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.frozen_weights import fingerprint_frozen_weights
 from megtool.train.features.lora import FOLDER

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
-from megtool.model.cache import ContiguousCache
-from megtool.model.lora import LoraSettings
+from megtool.model.cache.kv_cache import ContiguousCache
+from megtool.model.stacks.lora import LoraSettings
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.lora import LoraFeature
 from tests.support.models import moe_models

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
 from megtool.model.forward_context import ForwardContext
-from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
-from megtool.model.pipeline import PipelineSchedule
-from megtool.model.recompute import recompute
-from megtool.model.router import Router, choose
-from megtool.model_config import ModelConfig
+from megtool.model.moe.aux_loss import Balance, BalanceSettings, moved_bias
+from megtool.model.moe.router import Router, choose
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.model.stacks.recompute import recompute
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.reshard.open_source import open_source
-from megtool.train.build_model import load_for_training
-from megtool.train.config import TrainConfig
+from megtool.source.open import open_source
+from megtool.spec.model_config import ModelConfig
 from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature, make_balance_settings
+from megtool.train.model.build import load_for_training
+from megtool.train.options.config import TrainConfig
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world
 

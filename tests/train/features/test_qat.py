@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.lora import LoraSettings, adapters_of, add_adapters, merged_weight
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.quant.qparams import QParams
-from megtool.train.build_model import load_for_training
 from megtool.train.features.qat import QatFeature
+from megtool.train.model.build import load_for_training
 from tests.support.models import tiny_models
 from tests.support.quant.loaded import make_qparams, open_model_source, randomize
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from megtool.model.lora import LoraSettings, add_adapters
-from megtool.model.pipeline import build_stages
-from megtool.model_config import ModelConfig
+from megtool.model.stacks.lora import LoraSettings, add_adapters
+from megtool.model.stacks.pipeline import build_stages
 from megtool.optim.fp8.config import Fp8Config
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.train.config import TrainConfig
+from megtool.spec.model_config import ModelConfig
 from megtool.train.features.module_precision import uniform_precisions
 from megtool.train.features.te_layers import (
     TeChoice,
@@ -23,6 +22,7 @@ from megtool.train.features.te_layers import (
     describe_te_choices,
     excluded_kinds,
 )
+from megtool.train.options.config import TrainConfig
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.config import ParallelConfig
 from megtool.data.token_alignment import TokenAligner, TokenBytes
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import LayoutError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.model.pipeline import PipelineSchedule
+from megtool.model.stacks.decoder import Decoder
+from megtool.model.stacks.pipeline import PipelineSchedule
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features import vocabulary_distillation
 from megtool.train.features.distillation import (

@@ -1,1 +1,0 @@
-"""Loaders for inference engines, which read any checkpoint without a converted copy of it."""

@@ -1,1 +1,0 @@
-"""Checkpoints on disk: catalogue, plan, copy, commit, verify; one file a format."""

@@ -1,1 +1,0 @@
-"""How bytes move: units of work, tiles, strided blocks, casts."""

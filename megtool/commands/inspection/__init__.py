@@ -1,0 +1,1 @@
+"""The parts of `megtool inspect`: names, ranks, statistics by layer."""

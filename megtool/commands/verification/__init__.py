@@ -1,0 +1,1 @@
+"""The parts of `megtool verify`: digests, files, metadata, quantized weights."""

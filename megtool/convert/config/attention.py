@@ -1,0 +1,182 @@
+"""Settings of attention: slopes, a single head of keys, windows and rotary bases by lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.convert.config.keys import Setting, num_layers, skip_flags, skip_freq
+from megtool.errors import MappingError
+from megtool.spec.model_config import MOST_LAYERS, ModelConfig
+
+_MPT, _TYPES, _LAYERS = "attn_config", "attention_types", "attention_layers"
+_KINDS = ("global", "local")
+_MPT_KNOWN: Mapping[str, tuple[Any, ...]] = {
+    "attn_type": ("multihead_attention",),
+    "clip_qkv": (None, 0),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+    "alibi": (True,),
+    "softmax_scale": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MptAttention(Setting):
+    """MPT's nested keys of attention: slopes of scores, and nothing else that MPT may have.
+
+    The keys are kept verbatim in `extra`.
+    """
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The largest exponent of a slope."""
+        nested = stored.get(_MPT) or {}
+        if not isinstance(nested, Mapping):
+            raise MappingError(f"{_MPT} is {nested!r}", hint="keys and values")
+        for key, known in _MPT_KNOWN.items():
+            if (value := nested.get(key, known[0])) not in known:
+                raise MappingError(
+                    f"the configuration says {_MPT}.{key}={value!r}, "
+                    f"but the family knows {known[0]!r}",
+                    error_id="unsupported-model",
+                )
+        into["alibi_bias_max"] = nested.get("alibi_bias_max", 8)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The keys, with those that were kept."""
+        nested, value = dict(config.extra.get(_MPT) or {}), config.alibi_bias_max
+        if nested.get("alibi_bias_max", 8) != value or not nested:
+            more = {"alibi": True, "alibi_bias_max": int(value) if value == int(value) else value}
+            into[_MPT] = nested | more
+
+
+@dataclass(frozen=True, slots=True)
+class MultiQuery(Setting):
+    """A flag for one head of keys and values; else there are as many as of queries."""
+
+    key: str = "multi_query"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The field, after `num_heads`."""
+        value = stored.get(self.key)
+        into["num_kv_heads"] = 1 if value is None or value else into["num_heads"]
+        return (self.key, "num_key_value_heads")
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The flag, and the number that newer releases of transformers add."""
+        if config.num_kv_heads not in (1, config.num_heads):
+            raise MappingError(
+                f"num_kv_heads is {config.num_kv_heads}",
+                hint="in this family it is 1, or num_heads",
+                error_id="unsupported-model",
+            )
+        into |= {self.key: config.num_kv_heads == 1, "num_key_value_heads": config.num_kv_heads}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayers(Setting):
+    """GPT-Neo's windows: lists of `global` and `local`, each with how often it is repeated.
+
+    The lists are kept verbatim in `extra`.
+    """
+
+    default: int = 256
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Size and pattern."""
+        flags = _read_local(stored.get(_TYPES), num_layers(into))
+        into["window_size"] = (stored.get("window_size") or self.default) if any(flags) else 0
+        into["window_skip_freq"] = skip_freq(flags) if any(flags) else None
+        return ("window_size",) if any(flags) else ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The lists, unless those that were kept say the same."""
+        flags = (0,) * config.num_layers
+        if config.window_size:
+            into["window_size"] = config.window_size
+            flags = skip_flags(config.window_skip_freq, config.num_layers)
+        kinds = [_KINDS[flag] for flag in flags]
+        extra = config.extra
+        is_kept = extra.get(_TYPES) and extra.get(_LAYERS, kinds) == kinds
+        if is_kept and _read_local(extra[_TYPES], None) == flags:
+            return
+        into |= {_TYPES: [[kinds, 1]], _LAYERS: kinds}
+
+
+def _read_local(types: Any, layers: int | None) -> tuple[int, ...]:
+    """A 1 for every layer with a window, of so many layers."""
+    names: list[str] = []
+    try:
+        for part, times in types or [[_KINDS, (layers or 0) // 2]]:
+            names.extend(list(part) * min(int(times), MOST_LAYERS))
+    except (TypeError, ValueError) as error:
+        raise MappingError(f"{_TYPES} is {str(types)[:80]}", hint="lists of pairs") from error
+    if len(names) != (len(names) if layers is None else layers) or set(names) - set(_KINDS):
+        raise MappingError(
+            f"{_TYPES} is {str(types)[:80]}",
+            hint=f"'global' or 'local' for each of {layers} layers",
+        )
+    return tuple(_KINDS.index(name) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRopeBases(Setting):
+    """A rotary base for each layer, 0 where it does not turn. It comes after `Rope` and `Window`.
+
+    Layers with a window have one base, and the others one. The list is kept verbatim in `extra`.
+    """
+
+    key: str = "layer_rope_theta"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Both bases, and a flag for each layer that does not turn; no list changes nothing."""
+        bases, layers = stored.get(self.key), num_layers(into)
+        if bases is None:
+            return ()
+        if not isinstance(bases, list | tuple) or len(bases) != layers:
+            raise MappingError(
+                f"{self.key} is {str(bases)[:80]}", hint=f"a number for each of {layers} layers"
+            )
+        flags = _windows(into["window_size"], into["window_skip_freq"], layers)
+        full, windowed = (
+            sorted({float(b) for b, f in zip(bases, flags, strict=True) if b and f == flag})
+            for flag in (0, 1)
+        )
+        for values, kind in ((full, "without"), (windowed, "with")):
+            if len(values) > 1:
+                raise MappingError(
+                    f"{self.key} has {len(values)} bases for layers {kind} a window: "
+                    f"{', '.join(f'{b:g}' for b in values)}",
+                    hint="one for all of them, or 0 where a layer does not turn",
+                    error_id="unsupported-model",
+                )
+        if full or windowed:
+            into["rope_base"] = (full or windowed)[0]
+        if full and windowed and full != windowed:
+            if into["rope_scaling"]:
+                raise MappingError(
+                    f"{self.key} has two bases, and rotary embeddings are scaled",
+                    hint="such a model is known without rope_scaling alone",
+                    error_id="unsupported-model",
+                )
+            into["rope_local_base"] = windowed[0]
+        still = tuple(int(not b) for b in bases)
+        into["no_rope_layers"] = still if any(still) else None
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The list, unless it was kept."""
+        if self.key in config.extra:
+            return
+        flags = _windows(config.window_size, config.window_skip_freq, config.num_layers)
+        still = config.no_rope_layers or (0,) * config.num_layers
+        of_windows = config.rope_local_base or config.rope_base
+        bases = [of_windows if flag else config.rope_base for flag in flags]
+        into[self.key] = [0 if s else base for s, base in zip(still, bases, strict=True)]
+
+
+def _windows(size: int, freq: Any, layers: int) -> tuple[int, ...]:
+    """A 1 for every layer with a window."""
+    return skip_flags(freq, layers) if size else (0,) * layers

@@ -1,0 +1,1 @@
+"""Model families: what a converter declares, and rows and keys that several share."""

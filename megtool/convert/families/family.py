@@ -1,0 +1,276 @@
+"""Model families: the data of a file in converters/, and how a checkpoint's family is detected."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from megtool.convert.config.hybrid import hybrid_form
+from megtool.convert.config.keys import OneOf, Setting, read_settings, write_settings
+from megtool.convert.families.draft_heads import find_draft_head
+from megtool.convert.families.label_head import with_label_head
+from megtool.convert.families.nested import Nested, TextConfig
+from megtool.convert.language.canonical import Weight
+from megtool.convert.language.expression import Expression
+from megtool.convert.language.mapping import Row, Table, Tower
+from megtool.errors import MappingError, UnknownFamilyError
+from megtool.spec.model_config import ModelConfig
+
+_PACKAGE = "megtool.converters"
+
+_FORWARD = (
+    "activation_limit",
+    "attn_chunk_size",
+    "attn_in_scale",
+    "attn_out_scale",
+    "attn_softcap",
+    "attn_temperature_floor",
+    "attn_temperature_rotated",
+    "attn_temperature_scale",
+    "bidirectional",
+    "embedding_norm",
+    "embedding_scale",
+    "expert_norms",
+    "layer_scalar",
+    "final_norm",
+    "first_attn_norm",
+    "glu_offset",
+    "hyper_eps",
+    "head_bias",
+    "head_dense_bias",
+    "logit_scale",
+    "logit_softcap",
+    "masked_head",
+    "mamba_in_scales",
+    "mamba_norm_first",
+    "mamba_out_scale",
+    "mamba_step_limit",
+    "mlp_gate_scale",
+    "mlp_out_scale",
+    "mtp_hidden_first",
+    "norm_bias",
+    "norm_weight",
+    "norms_after_add",
+    "parallel_residual",
+    "position_offset",
+    "post_norms",
+    "pre_norms",
+    "qk_l2_norm",
+    "qk_norm_of",
+    "qk_norm_rotated",
+    "relative_per_layer",
+    "residual_scale",
+    "rope_reversed",
+    "router_fp32",
+    "router_group_best",
+    "router_jitter",
+    "router_norm",
+    "router_scales_input",
+    "shared_norm",
+    "softmax_scale",
+    "tied_values",
+    "value_norm",
+)
+"""Fields that Megatron's args do not have."""
+
+_DEFAULTS = {f.name: f.default for f in fields(ModelConfig)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family: names, configuration and tensors, as data.
+
+    `architectures` and `model_types` are what a Hugging Face config.json calls it (the first of
+    each is written), `gguf_architectures` what a GGUF file does (`llama with experts`: llama.cpp
+    has one name for Llama and Mixtral). `traits` are ModelConfig fields true of every member.
+    `config` maps config.json to ModelConfig; `hf`, `gguf`, `torchtitan` and `megatron` map stored
+    tensors to canonical ones, the last in addition to Megatron's own names; `vocabulary` adds
+    canonical tensors that no other family has. `limits` are conditions on the configuration, each
+    with what Megatron cannot run, or cannot be told by its args, where it holds. With `head_unties`
+    a stored output layer that differs from the embedding is one of its own, even if config.json
+    says that they are tied (transformers 5 always says so of T5, and loads both). With
+    `counts_mtp` tensors say how many layers of multi-token prediction there are, and no key.
+
+    `nested` says that the model is a larger one, whose text model is of another family: `config`,
+    `hf`, `megatron`, `traits`, `vocabulary` and `limits` are then that family's.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    config: tuple[Setting, ...] = ()
+    hf: Table = ()
+    gguf_architectures: tuple[str, ...] = ()
+    gguf: Table = ()
+    torchtitan: Table = ()
+    megatron: Table = ()
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: Mapping[str, Weight] = field(default_factory=dict)
+    limits: tuple[tuple[Expression, str], ...] = ()
+    head_unties: bool = False
+    counts_mtp: bool = False
+    nested: Nested | None = None
+
+    def of_text(self, metadata: Mapping[str, Any]) -> Family:
+        """The family with the rows and settings of its text model; itself if it nests none.
+
+        Raises:
+            MappingError: the text model is of a type that the family does not know.
+        """
+        if self.nested is None:
+            return self
+        text = family(self.nested.text_family(metadata))
+        return replace(
+            self,
+            config=(TextConfig(self.nested, text.config),),
+            hf=self.nested.rows(text.hf),
+            megatron=(*text.megatron, *(replace(t, stored="", also=()) for t in self.towers)),
+            traits=text.traits,
+            vocabulary=text.vocabulary,
+            limits=(*self.limits, *(x for x in text.limits if x not in self.limits)),
+        )
+
+    @property
+    def towers(self) -> tuple[Tower, ...]:
+        """The parts of the model that are not text."""
+        rows = self.nested.towers if self.nested else self.hf
+        return tuple(row for row in rows if isinstance(row, Tower))
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings of the text model, nested or not."""
+        if len(self.config) == 1 and isinstance(self.config[0], TextConfig):
+            return tuple(self.config[0].settings)
+        return self.config
+
+    @property
+    def for_codes(self) -> Family:
+        """The family with the names and places that loaders look for quantized weights in."""
+        rows = tuple(r for r in self.hf if not (isinstance(r, Row) and r.plain))
+        return self if len(rows) == len(self.hf) else replace(self, hf=rows)
+
+    def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
+        """The model's configuration from the keys of its config.json.
+
+        Raises:
+            MappingError: a key is missing, or has a value this family does not know.
+        """
+        return read_settings(self.config, stored, self.traits)
+
+    def completed(self, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
+        """A configuration from Megatron's args, completed with the fields that args do not have.
+
+        Also the keys of a config.json that would have said it; the family's defaults stand for
+        them.
+        """
+        if any(s.numbers_branches() for s in self.settings):
+            config = hybrid_form(config)
+        values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
+        unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
+        values |= {n: v for n, v in self.traits.items() if n in unsaid}
+        keys: list[str] = []
+        for setting in self.settings:
+            keys += setting.complete(values, unsaid)
+            if isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
+                values["activation"] = setting.values[0]  # args have one word for all of them
+        known_values = {n: values[n] for n in (*unsaid, "activation")}
+        return replace(config, **known_values), tuple(keys)
+
+    def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+        """The keys of a config.json; those it was once read from are preserved."""
+        constants: dict[str, Any] = {
+            "architectures": [self.architectures[0]],
+            "model_type": self.model_types[0],
+        }
+        out = write_settings(self.config, config, constants)
+        if dtype is not None:
+            out["dtype" if "dtype" in out else "torch_dtype"] = dtype
+        return out
+
+
+def _is_gated_gelu(setting: OneOf, config: ModelConfig) -> bool:
+    kinds = (config.activation, *setting.values)
+    return setting.field == "activation" and config.gated and all("gelu" in str(k) for k in kinds)
+
+
+def family_names() -> tuple[str, ...]:
+    """Names of all families: the files of the converters folder."""
+    package = importlib.import_module(_PACKAGE)
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__)))
+
+
+def family(name: str) -> Family:
+    """The family called `name`.
+
+    Raises:
+        UnknownFamilyError: there is none; the hint lists those there are.
+    """
+    if name not in family_names():
+        raise _unknown(f"unknown model family {name!r}")
+    result = importlib.import_module(f"{_PACKAGE}.{name}").FAMILY
+    if not isinstance(result, Family) or result.name != name:
+        raise MappingError(f"converters/{name}.py has no FAMILY called {name!r}")
+    return result if result.config else result.of_text({})
+
+
+def families() -> tuple[Family, ...]:
+    """All families."""
+    return tuple(family(name) for name in family_names())
+
+
+def detect_family(metadata: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint, by a config.json's keys or a GGUF file's metadata.
+
+    Looks at `architectures`, then `model_type`, then `general.architecture`.
+
+    Raises:
+        UnknownFamilyError: nothing says it, or no family is called so; or it is a draft head.
+        MappingError: the family is known, and nests a text model that is not.
+    """
+    if (head := find_draft_head(metadata)) is not None:
+        raise UnknownFamilyError(
+            f"{head[0]} is a draft head ({head[1]}) of another model, and no model itself",
+            hint="give the model; `inspect`, `verify`, `lint` and `reshard` take the head, under "
+            "its own names",
+        )
+    return with_label_head(_find_family(metadata), metadata).of_text(metadata)
+
+
+def _find_family(metadata: Mapping[str, Any]) -> Family:
+    said_so = metadata.get("architectures")
+    listed = said_so if isinstance(said_so, list | tuple) else ()
+    architectures = tuple(x for x in listed if isinstance(x, str))
+    kind, gguf = (
+        x if isinstance(x := metadata.get(key), str) else None
+        for key in ("model_type", "general.architecture")
+    )
+    if gguf == "llama" and metadata.get("llama.expert_count"):
+        gguf = "llama with experts"
+    if kind in family_names():  # most files are called like their model type: import no other
+        named = family(kind)
+        if kind in named.model_types and set(architectures) & set(named.architectures):
+            return named
+    candidates = families()
+    for candidate in candidates:
+        if set(architectures) & set(candidate.architectures):
+            return candidate
+    for candidate in candidates:
+        if (kind and kind in candidate.model_types) or (
+            gguf and gguf in candidate.gguf_architectures
+        ):
+            return candidate
+    declared = [*architectures, *(x for x in (kind, gguf) if x)]
+    if not declared:
+        raise _unknown("the model family is unknown")
+    raise _unknown(f"unknown model family {', '.join(map(repr, dict.fromkeys(declared)))}")
+
+
+def _unknown(message: str) -> UnknownFamilyError:
+    return UnknownFamilyError(
+        message,
+        hint=f"known: {', '.join(family_names())}; name one with --family, or add a file "
+        "converters/NAME.py that defines FAMILY (converters/README.md says how)",
+    )

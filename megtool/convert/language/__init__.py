@@ -1,0 +1,1 @@
+"""The mapping language: expressions, canonical tensors, layouts, and tables bound to a model."""

@@ -1,0 +1,1 @@
+"""Megatron's names and args, and how it cuts tensors over ranks."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO and universal checkpoints: read only."""

@@ -1,0 +1,1 @@
+"""Megatron's legacy `torch` format: a folder for each rank."""

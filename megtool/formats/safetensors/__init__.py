@@ -1,0 +1,1 @@
+"""Hugging Face folders of safetensors, quantized ones too, and bare `.safetensors` files."""

@@ -1,0 +1,1 @@
+"""Folders of torch_checkpointing: a file for each item and rank."""

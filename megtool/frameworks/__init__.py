@@ -1,0 +1,1 @@
+"""Other frameworks' words for any checkpoint: torch, Megatron, transformers, engines."""

@@ -1,0 +1,1 @@
+"""Loaders for engines: vLLM, SGLang and TensorRT-LLM."""

@@ -1,0 +1,1 @@
+"""Megatron-Core's state dicts, filled from any checkpoint."""

@@ -1,0 +1,1 @@
+"""Generation: prompts continued in batches, sampled, with drafts or without."""

@@ -1,0 +1,1 @@
+"""Attention: masks, tiles, softmax, and the implementations it is dispatched to."""

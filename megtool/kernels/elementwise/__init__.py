@@ -1,0 +1,1 @@
+"""Operations along a row: activations, norms, rotary embedding, dropout and addition."""

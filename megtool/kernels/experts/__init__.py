@@ -1,0 +1,1 @@
+"""Products of experts: tokens permuted, multiplied in groups, and put back."""

@@ -1,0 +1,1 @@
+"""Casts to FP8, and products of FP8 operands."""

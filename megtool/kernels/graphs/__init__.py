@@ -1,0 +1,1 @@
+"""CUDA graphs: captured, replayed, and checked without a GPU."""

@@ -1,0 +1,1 @@
+"""Recurrences over tokens: Mamba-2, delta rules, and the convolution before them."""

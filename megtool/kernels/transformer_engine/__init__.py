@@ -1,0 +1,1 @@
+"""Transformer Engine: the library, its linear layers, and weights without a copy."""

@@ -1,0 +1,1 @@
+"""What Megatron stores beside weights, by rank or by bucket, as tensors of the model."""

@@ -1,0 +1,1 @@
+"""Extra states of Transformer Engine and ModelOpt: names, bytes, faults, merged over ranks."""

@@ -1,0 +1,112 @@
+"""The model in NeMo's and Megatron-Bridge's YAML, as Megatron-LM's args.
+
+NeMo 2 writes `context/model.yaml` next to `weights/`, Megatron-Bridge `run_config.yaml` into every
+iteration; neither keeps args. Both describe a dataclass by `_target_` and its fields. It is read as
+plain data: nothing that a target names is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megtool.convert.megatron.hybrid_pattern import OLD_PATTERN, PATTERN
+from megtool.convert.megatron.names import EMBEDDING, split_state
+from megtool.errors import FormatError
+from megtool.formats.plain_yaml import read_yaml
+from megtool.tensors.catalogue import Catalogue
+
+NEMO_FILE, BRIDGE_FILE = "context/model.yaml", "run_config.yaml"
+
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "rope_scaling": "use_rope_scaling",
+}
+_ACTIVATIONS = {
+    "silu": "swiglu",
+    "squared_relu": "squared_relu",
+    "relu2": "squared_relu",
+    "openai_gelu": "openai_gelu",
+    "fast_gelu": "openai_gelu",
+    "gelu_pytorch_tanh": "openai_gelu",
+    "quick_gelu": "quick_geglu",
+}
+# What NeMo's and Bridge's dataclasses take where Megatron's args would take something else.
+_DEFAULTS: dict[str, Any] = {
+    "transformer_impl": "transformer_engine",
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+}
+_HYBRID_DEFAULTS = {"position_embedding_type": "none", "normalization": "RMSNorm"}
+_HYBRID_KEYS = (PATTERN, OLD_PATTERN)
+
+
+def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
+    """The args of the model in the checkpoint's YAML, as plain values; None without YAML.
+
+    Raises:
+        FormatError: the file is invalid, or describes no model.
+        MissingPackageError: reading it needs PyYAML.
+    """
+    for name, key in ((BRIDGE_FILE, "model"), (NEMO_FILE, "config")):
+        path = catalogue.auxiliary_files.get(name)
+        if path is None:
+            continue
+        value = read_yaml(path)
+        section = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(section, dict) or not all(isinstance(k, str) for k in section):
+            raise FormatError(f"it has no section {key!r} that describes a model", file=path)
+        return args_from_section(section) | _vocabulary_args(catalogue)
+    return None
+
+
+def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The args of a model from a dataclass's fields, with those of an inner `transformer`."""
+    inner = section.get("transformer")
+    fields = {**(inner if isinstance(inner, dict) else {}), **section}
+    is_hybrid = _target_name(section).startswith("Hybrid") or any(map(fields.get, _HYBRID_KEYS))
+    out = _DEFAULTS | (_HYBRID_DEFAULTS if is_hybrid else {})
+    for name, value in fields.items():
+        if isinstance(value, bool | int | float | str | list | tuple):
+            out[_RENAMED.get(name, name)] = value
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_query_groups")
+    out["group_query_attention"] = groups is not None and groups != heads
+    is_gated = fields.get("gated_linear_unit") is True
+    activation = _ACTIVATIONS.get(_target_name(fields.get("activation_func")), "")
+    # SwiGLU and quick GeGLU are gated; without a gate Megatron's args know neither.
+    if activation in ("openai_gelu", "squared_relu") or (activation and is_gated):
+        out[activation] = True
+    out["untie_embeddings_and_output_weights"] = not fields.get(
+        "share_embeddings_and_output_weights", not is_hybrid
+    )
+    if "seq_length" in out:
+        out.setdefault("max_position_embeddings", out["seq_length"])
+    if (
+        isinstance(factor := fields.get("scale_factor"), int | float)
+        and "old_context_len" in fields
+    ):
+        out |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}  # NeMo's Llama 3.1
+    if _target_name(section).startswith(("MLA", "DeepSeek")) or isinstance(
+        fields.get("kv_lora_rank"), int
+    ):
+        out["multi_latent_attention"] = True
+    for name in ("params_dtype", "pipeline_dtype"):
+        out.pop(name, None)
+    return out
+
+
+def _target_name(value: Any) -> str:
+    """The last part of what a field names: a function, a class, or text."""
+    name = value.get("_target_") if isinstance(value, dict) else value
+    return str(name).rpartition(".")[2] if isinstance(name, str) else ""
+
+
+def _vocabulary_args(catalogue: Catalogue) -> dict[str, Any]:
+    """The padded vocabulary size, which neither file has."""
+    for t in catalogue.tensors:
+        state, _, key = split_state(t.name)
+        if not state and key == EMBEDDING and t.shape:
+            return {"padded_vocab_size": t.shape[0]}
+    return {}

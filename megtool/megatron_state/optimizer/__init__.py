@@ -1,0 +1,1 @@
+"""Optimizer state by bucket, decoded to tensors of the model and encoded again."""

@@ -1,0 +1,1 @@
+"""Legacy rank files: their tensors, and the objects inside them."""

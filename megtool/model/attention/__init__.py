@@ -1,0 +1,1 @@
+"""Attention of a layer: grouped-query, latent, compressed, over several ranks."""

@@ -1,0 +1,1 @@
+"""The parts of every layer: linear layers, MLP, norms, dropout, hooks."""

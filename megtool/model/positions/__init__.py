@@ -1,0 +1,1 @@
+"""Positions of tokens: rotary embedding and ALiBi."""

@@ -1,0 +1,1 @@
+"""Mixers with a state of constant size: Mamba-2, delta rules, short convolutions."""

@@ -1,0 +1,1 @@
+"""Layers put together: decoder, encoder and decoder, heads, pipeline stages, adapters."""

@@ -1,0 +1,1 @@
+"""NVIDIA ModelOpt: calibration by it, and its quantizers in Megatron checkpoints."""

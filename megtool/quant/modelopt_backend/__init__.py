@@ -1,1 +1,0 @@
-"""Calibration by NVIDIA ModelOpt, over the activations of our own decoder."""

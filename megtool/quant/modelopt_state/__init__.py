@@ -1,1 +1,0 @@
-"""ModelOpt's quantizers in Megatron checkpoints: settings, amaxes, and weights on the grid."""

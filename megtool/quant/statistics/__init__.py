@@ -1,0 +1,1 @@
+"""Statistics of activations: where they are measured, how they are merged, what follows."""

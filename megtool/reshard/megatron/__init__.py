@@ -1,1 +1,0 @@
-"""Megatron's rank files and optimizer buckets, as tensors of the model and back."""

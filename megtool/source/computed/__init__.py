@@ -1,0 +1,1 @@
+"""Tensors of a source that are computed when they are read."""

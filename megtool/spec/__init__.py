@@ -1,0 +1,1 @@
+"""The shape of a model: `ModelConfig`, its sets of layers, and its checks."""

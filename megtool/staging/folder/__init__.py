@@ -1,0 +1,1 @@
+"""A checkpoint under construction in a folder, renamed to its destination atomically."""

@@ -1,0 +1,1 @@
+"""A checkpoint under construction in an object store, published by its last objects."""

@@ -1,0 +1,311 @@
+"""Locations: local paths and URLs of object stores, both as `Path`."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PosixPath
+from typing import IO, TYPE_CHECKING, Any
+
+from megtool.errors import MegtoolError, UsageError
+
+if TYPE_CHECKING:
+    from megtool.storage.stores.protocol import Store
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
+_ONE_SLASH = re.compile(r"(s3|gs|az|https?|hf|memory|msc|file):/(?!/).*", re.DOTALL | re.IGNORECASE)
+_SIGNATURE = re.compile(
+    r"\?(.*&)?(x-(amz|goog|ms)-|(sig|signature|awsaccesskeyid|(access_?)?token|(access_?)?key)=)",
+    re.DOTALL | re.IGNORECASE,
+)
+_FORMS = {
+    "hf": "hf://ORG/NAME or hf://ORG/NAME@REVISION",
+    "fsspec+file": "/PATH or file:///PATH, which need no fsspec",
+}
+_BUCKET_PARTS = {"hf": 2}  # `hf://ORG/NAME@REVISION`: the name of the repository has two parts
+
+
+def location(text: str | Path) -> Path:
+    """The path that a text names: a `StorePath` for a URL such as `s3://bucket/run`.
+
+    Raises:
+        UsageError: it is empty or no text; or the URL names no bucket, has a query or credentials
+            in it, is of another host (`file://`), or has lost a slash, which
+            `Path("s3://bucket/run")` does.
+    """
+    if isinstance(text, StorePath):
+        return text
+    if not isinstance(text, str | Path) or not str(text).strip():
+        raise UsageError(
+            f"{text!r:.80} names no place",
+            hint="a location is a path or a URL, such as s3://BUCKET/RUN",
+        )
+    if one_slash := _ONE_SLASH.fullmatch(str(text)):
+        raise UsageError(
+            f"{str(text)!r} has one slash behind the colon, so it names no place in a store",
+            hint=f"{one_slash[1].lower()}:// has two; in Python, give a URL as str: Path drops one",
+        )
+    if isinstance(text, Path):
+        return text
+    match = _URL.fullmatch(text)
+    if match is None:
+        return Path(text)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme == "file":
+        host, _, path = rest.partition("/")
+        if host not in ("", "localhost"):
+            raise UsageError(
+                f"{text!r} names a file of the host {host!r}",
+                hint="file:///PATH is a path on this machine",
+            )
+        return Path("/" + path.lstrip("/"))
+    names = [part for part in rest.split("/") if part]
+    if len(names) < _BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
+        raise UsageError(
+            f"{text!r} names no {'repository' if scheme == 'hf' else 'bucket'}",
+            hint=_FORMS.get(scheme, f"{scheme}://BUCKET/PREFIX"),
+        )
+    if "@" in names[0] and scheme != "hf":
+        raise UsageError(
+            "a URL must not contain a user name or a password",
+            hint="credentials come from the environment or the profile of the store's own tools",
+        )
+    if _SIGNATURE.search(rest) or ("?" in rest and scheme in ("http", "https")):
+        raise UsageError(
+            f"a URL of {scheme}:// must not contain a query ('?'), such as a signature",
+            hint="credentials come from where the store's own tools look for them, and for "
+            "https:// from ~/.netrc",
+        )
+    if ".." in names:
+        raise UsageError(f"{text!r} contains '..'", hint="name the place itself")
+    return StorePath(f"{scheme}://{'/'.join(names)}")
+
+
+def require_local(path: Path, name: str) -> None:
+    """Refuse a location in a store for what is written step by step; `name` is what it is for.
+
+    Raises:
+        UsageError: it is in a store.
+    """
+    if is_remote(path):
+        raise UsageError(
+            f"{name} cannot be in a store", file=path, hint="name a place on this machine"
+        )
+
+
+def is_remote(path: Path) -> bool:
+    """Whether a path is in an object store."""
+    return isinstance(path, StorePath)
+
+
+class StorePath(PosixPath):
+    """A place in an object store. It is a `Path`: `/`, `name`, `is_dir()` and so on work.
+
+    A store has no folders: a name is a folder if some key begins with it and a slash. What the
+    store said is remembered (see `StoreIndex`); `Files.refresh` forgets it.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        scheme, colon, rest = text.partition(":/")
+        if colon and _SCHEME.fullmatch(f"{scheme}:") and not rest.startswith("/"):
+            return f"{scheme}://{rest}"
+        return text
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is in a store: it has no path on this machine")
+
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
+    def __reduce__(self) -> tuple[type[StorePath], tuple[str]]:
+        return StorePath, (str(self),)
+
+    @property
+    def scheme(self) -> str:
+        """The kind of store: `s3`."""
+        return self.parts[0].rstrip(":")
+
+    @property
+    def bucket_url(self) -> str:
+        """The URL of the bucket (for `hf`, of the repository), without a slash at its end."""
+        depth = 1 + _BUCKET_PARTS.get(self.scheme, 1)
+        return f"{self.scheme}://{'/'.join(self.parts[1:depth])}"
+
+    @property
+    def key(self) -> str:
+        """The name inside the bucket; empty for the bucket itself."""
+        return "/".join(self.parts[1 + _BUCKET_PARTS.get(self.scheme, 1) :])
+
+    @property
+    def store(self) -> Store:
+        """The store that the path is in.
+
+        Raises:
+            UsageError: no store has this scheme.
+            MissingPackageError: the package of the store is missing.
+        """
+        from megtool.storage.stores.connect import connect
+
+        try:
+            return connect(self.bucket_url)
+        except MegtoolError as e:
+            if e.file == self.bucket_url:
+                e.file = str(self)
+            raise
+
+    @property
+    def parent(self) -> StorePath:
+        """The folder that it is in; the bucket is in none, and is its own."""
+        return super().parent if self.key else self
+
+    @property
+    def parents(self) -> tuple[StorePath, ...]:
+        """All folders that it is in, up to the bucket."""
+        out: list[StorePath] = []
+        path = self
+        while path.key:
+            path = path.parent
+            out.append(path)
+        return tuple(out)
+
+    def is_absolute(self) -> bool:
+        """Whether it is a whole URL."""
+        return bool(self.parts) and _SCHEME.fullmatch(self.parts[0]) is not None
+
+    def absolute(self) -> StorePath:
+        """The path itself."""
+        return self
+
+    def resolve(self, strict: bool = False) -> StorePath:
+        """The path itself: stores have no links."""
+        return self
+
+    def expanduser(self) -> StorePath:
+        """The path itself."""
+        return self
+
+    # ---- queries
+
+    def _status(self) -> os.stat_result | None:
+        from megtool.storage.location.index import store_index
+
+        return store_index().stat(self)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Size, time and version (as `st_ino`) of an object; that of a folder if it is one.
+
+        Raises:
+            FileNotFoundError: there is neither.
+            StorageError: the store refused.
+        """
+        status = self._status()
+        if status is None:
+            raise FileNotFoundError(2, "No such object", str(self))
+        return status
+
+    def lstat(self) -> os.stat_result:
+        """The same as `stat`."""
+        return self.stat()
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there is an object or a folder."""
+        return self._status() is not None
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there is an object of this name."""
+        status = self._status()
+        return status is not None and stat.S_ISREG(status.st_mode)
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there are objects below this name."""
+        status = self._status()
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    def is_symlink(self) -> bool:
+        """False: stores have no links."""
+        return False
+
+    def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
+        """What is in a folder, sorted."""
+        from megtool.storage.location.index import store_index
+
+        return iter([self / name for name in store_index().names(self)])
+
+    def glob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
+        """What matches a pattern of names and `*` (and `**` for any depth)."""
+        import fnmatch
+
+        first, _slash, rest = pattern.partition("/")
+        if first == "**":
+            yield from self.rglob(rest or "*")
+            return
+        if not self.is_dir():
+            return
+        for path in self.iterdir():
+            if not fnmatch.fnmatchcase(path.name, first):
+                continue
+            if rest:
+                yield from path.glob(rest)
+            else:
+                yield path
+
+    def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
+        """What matches a pattern in this folder or any below."""
+        yield from self.glob(pattern)
+        for path in self.iterdir() if self.is_dir() else ():
+            if path.is_dir():
+                yield from path.rglob(pattern)
+
+    # ---- whole objects
+
+    def read_bytes(self) -> bytes:
+        """All bytes of an object.
+
+        Raises:
+            StorageError: it is missing, or the store refused.
+        """
+        from megtool.storage.files import read_file
+
+        return read_file(self)
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None, **_: Any) -> str:
+        """An object as text (UTF-8)."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def open(  # type: ignore[override]
+        self, mode: str = "r", *args: Any, **kwargs: Any
+    ) -> IO[Any]:
+        """An object as a file that can be read and sought.
+
+        Raises:
+            StorageError: it is missing, or the store refused.
+            io.UnsupportedOperation: the mode is one of writing.
+        """
+        import io
+
+        from megtool.storage.object_file import ObjectFile
+
+        if set(mode) & set("wax+"):
+            raise io.UnsupportedOperation(f"{self} cannot be written through open()")
+        raw = io.BufferedReader(ObjectFile(self), 8 << 20)
+        if "b" in mode:
+            return raw
+        return io.TextIOWrapper(raw, kwargs.get("encoding", "utf-8"), kwargs.get("errors"))
+
+
+for _name in ("chmod", "mkdir", "rename", "replace", "rmdir", "symlink_to", "touch", "unlink"):
+
+    def _refuse(self: StorePath, *_: Any, **__: Any) -> Any:
+        import io
+
+        raise io.UnsupportedOperation(f"{self} is in a store: `Files` or a stage writes there")
+
+    setattr(StorePath, _name, _refuse)
+for _name in ("write_bytes", "write_text"):
+    setattr(StorePath, _name, _refuse)

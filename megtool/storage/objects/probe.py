@@ -1,0 +1,119 @@
+"""Whether a store keeps what a commit relies on: ranges, create-only puts, uploads in parts."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from weakref import WeakKeyDictionary
+
+from megtool.errors import DestinationError, FormatError, StorageError
+from megtool.storage.location.path import StorePath
+from megtool.storage.stores.protocol import ConditionError, ObjectMissingError, Store
+
+_LOG = logging.getLogger(__name__)
+_PROBED: WeakKeyDictionary[Store, tuple[str, ...]] = WeakKeyDictionary()
+_CLEAR_ANSWERS = ("ranges-ignored", "not-implemented")  # ids of errors
+_CONTENT = b"megtool asks what this store keeps"
+
+
+def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...]:
+    """Check a store once per process, with objects below `folder` that are removed again.
+
+    Returns what it does not keep, as warnings; without `is_unsafe` that is refused.
+
+    Raises:
+        DestinationError: it cannot be written, or ignores conditions or ranges.
+        StorageError: it refused a request, or a request failed, which says nothing of the store and
+            is not remembered.
+    """
+    store = folder.store
+    if not store.can_write:
+        raise DestinationError(
+            "this kind of store is only read",
+            file=folder.parent,
+            hint="write to s3://, or to a local folder",
+            error_id="destination-not-writable",
+        )
+    faults = find_store_faults(folder)
+    if faults and not is_unsafe:
+        raise DestinationError(
+            f"the store {faults[0]}",
+            file=store.url,
+            hint="choose another store; or --unsafe-store, if no other program writes there and no "
+            "request is repeated",
+            error_id="unsafe-store",
+        )
+    return tuple(f"the store {fault}: --unsafe-store was given" for fault in faults)
+
+
+def find_store_faults(folder: StorePath) -> tuple[str, ...]:
+    """What a store does not keep, each as the rest of a sentence; asked once per process.
+
+    Raises:
+        StorageError: a request failed.
+    """
+    faults = _PROBED.get(folder.store)
+    if faults is None:
+        faults = _PROBED[folder.store] = tuple(_find_faults(folder))
+    return faults
+
+
+def _find_faults(folder: StorePath) -> list[str]:
+    store, key = folder.store, (folder / f"probe-{secrets.token_hex(8)}").key
+    faults: list[str] = []
+    uploads: list[str] = []
+    try:
+        info = store.put(key, _CONTENT, create=True)
+        try:
+            store.put(key, b"replaced", create=True)
+        except ConditionError:
+            pass
+        else:
+            faults.append("ignores If-None-Match: it replaces objects that must only be created")
+            info = store.put(key, _CONTENT)
+        try:
+            if bytes(store.read(key, 3, 5)) != _CONTENT[3:8]:
+                faults.append("ignores ranges: it sends other bytes than those asked for")
+        except (FormatError, StorageError) as e:
+            if not _is_clear(e):
+                if faults:
+                    return faults
+                raise
+            faults.append(f"does not read ranges: {e.message}")
+        if info.size != len(_CONTENT):
+            faults.append("states a wrong size of what was written")
+        try:
+            faults += _find_upload_faults(store, f"{key}-parts", uploads)
+        except StorageError as e:
+            if not _is_clear(e):
+                if faults:
+                    return faults
+                raise
+            faults.append(f"does not take objects in parts: {e.message}")
+    finally:
+        if not uploads:  # else the object tells the next run that there is something to remove
+            store.delete([key])
+    return faults
+
+
+def _is_clear(error: FormatError | StorageError) -> bool:
+    """Whether an error is the store's answer, which it would give again, not a failure."""
+    kinds = (FormatError, ConditionError, ObjectMissingError)
+    return isinstance(error, kinds) or error.id in _CLEAR_ANSWERS
+
+
+def _find_upload_faults(store: Store, key: str, uploads: list[str]) -> list[str]:
+    """What a store does not keep of uploads; `uploads` holds the one that is not aborted."""
+    upload_id = store.begin_upload(key)
+    uploads.append(upload_id)
+    try:
+        part = store.upload_part(key, upload_id, 1, _CONTENT)
+        listed = list(store.list_parts(key, upload_id))
+        if [(p.number, p.size, p.tag) for p in listed] != [(1, len(_CONTENT), part.tag)]:
+            return ["does not list the parts of an upload"]
+        if store.head(key) is not None:
+            return ["shows an object before its upload is complete"]
+        return []
+    finally:
+        store.abort_upload(key, upload_id)
+        uploads.clear()

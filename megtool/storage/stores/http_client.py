@@ -1,0 +1,282 @@
+"""HTTP requests with retries, and ranges of bytes that are checked, for stores that speak HTTP."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.errors import FormatError, MissingPackageError, StorageError
+from megtool.storage.stores.protocol import (
+    SEND_TIMEOUT,
+    ConditionError,
+    ObjectMissingError,
+    truncated,
+)
+
+ATTEMPTS = 8
+"""Attempts at a request, about half a minute in all."""
+
+_TIMEOUTS = SEND_TIMEOUT, 60
+"""Seconds to send, and between two bytes of the reply."""
+
+_CONNECTIONS = 128
+_BUSY = {408, 425, 429, 500, 502, 503, 504}
+_REFUSED_FOR_LOAD = {429, 503}
+"""The server did not carry the request out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpReply:
+    """A reply with its body; `url` is where redirects led."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+
+    def json(self) -> Any:
+        """The body as JSON; an empty object if it is none."""
+        import json
+
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return {}
+
+
+class HttpClient:
+    """A pool of connections. Thread-safe.
+
+    `authorize` gives headers with credentials for each request; redirects to another host go there
+    without them. Messages never contain what follows `?` in a URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        authorize: Callable[[], Mapping[str, str]] | None = None,
+        attempts: int = ATTEMPTS,
+        extra: str = "stores",
+    ) -> None:
+        try:
+            import requests
+            from requests.adapters import HTTPAdapter
+            from urllib3.exceptions import HTTPError
+        except ImportError as e:
+            raise MissingPackageError(
+                "requests is not installed", file=url, hint=f"pip install 'megtool[{extra}]'"
+            ) from e
+        self._errors = requests.exceptions
+        self._passing = self._errors.RequestException, HTTPError, OSError
+        self._session = requests.Session()
+        if authorize is not None:
+            self._session.auth = lambda request: request  # not from ~/.netrc
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+        self._session.headers.update({"User-Agent": "megtool", "Accept-Encoding": "identity"})
+        self._authorize = authorize
+        self._attempts = attempts
+
+    def send(
+        self,
+        method: str,
+        url: str,
+        place: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, Any] | None = None,
+        data: bytes | memoryview | None = None,
+        is_repeatable: bool = True,
+    ) -> HttpReply:
+        """The reply to a request, of any status. `place` is the location that errors name.
+
+        One that is not repeatable is only sent again if the server refused it for load.
+
+        Raises:
+            StorageError: no reply came.
+        """
+        for attempt in range(self._attempts):
+            is_last = attempt == self._attempts - 1
+            try:
+                with self._request(method, url, headers, params, data) as response:
+                    reply = _to_reply(response, response.content)
+            except self._errors.RequestException as e:
+                if is_last or not is_repeatable or not self._is_passing(e):
+                    raise self._unreachable(e, place) from None
+                _pause(attempt)
+                continue
+            again = _BUSY if is_repeatable else _REFUSED_FOR_LOAD
+            if reply.status not in again or is_last:
+                return reply
+            _pause(attempt, reply.headers.get("Retry-After"))
+        raise AssertionError("unreachable")
+
+    def read_range(
+        self,
+        url: str,
+        place: str,
+        offset: int,
+        num_bytes: int,
+        *,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, Any] | None = None,
+        check: Callable[[HttpReply], None] | None = None,
+    ) -> memoryview:
+        """Bytes of what is at a URL. `check` may raise for a reply of any status.
+
+        Raises:
+            ConditionError: the server says that a condition of the headers does not hold.
+            ObjectMissingError: there is nothing.
+            FormatError: it is shorter.
+            StorageError: the server refuses, ignores ranges, or breaks off too often.
+        """
+        stop = offset + num_bytes
+        wish = {**(headers or {}), "Range": f"bytes={offset}-{stop - 1}"}
+        trouble = ""
+        for attempt in range(self._attempts):
+            pause = None
+            try:
+                with self._request("GET", url, wish, params, None) as response:
+                    status = response.status_code
+                    is_body = status in (200, 206)
+                    reply = _to_reply(response, b"" if is_body else response.content)
+                    if check is not None:
+                        check(reply)
+                    if is_body:
+                        _check_range(reply, place, offset, stop)
+                        data = response.raw.read(num_bytes + 1, decode_content=False)
+                        if len(data) == num_bytes:
+                            return memoryview(data)
+                        trouble = f"{len(data):,} of {num_bytes:,} bytes came"
+                    elif status in _BUSY:
+                        trouble = f"HTTP {status}"
+                        pause = reply.headers.get("Retry-After")
+                    else:
+                        raise error_of(reply, place, stop)
+            except self._passing as e:
+                if isinstance(e, self._errors.RequestException) and not self._is_passing(e):
+                    raise self._unreachable(e, place) from None
+                trouble = _reason(e)
+            if attempt < self._attempts - 1:
+                _pause(attempt, pause)
+        raise StorageError(
+            f"the server broke off {self._attempts} times: {trouble}",
+            file=place,
+            hint="run the command again later",
+        )
+
+    def _request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str] | None,
+        params: Mapping[str, Any] | None,
+        data: bytes | memoryview | None,
+    ) -> Any:
+        sent = {**(self._authorize() if self._authorize else {}), **(headers or {})}
+        body = bytes(data) if data is not None else None
+        return self._session.request(
+            method, url, headers=sent, params=params, data=body, timeout=_TIMEOUTS, stream=True
+        )
+
+    def _is_passing(self, error: Exception) -> bool:
+        x = self._errors
+        is_settled = isinstance(error, x.SSLError | x.ProxyError | x.TooManyRedirects)
+        return not is_settled and isinstance(
+            error, x.ConnectionError | x.Timeout | x.ChunkedEncodingError | x.ContentDecodingError
+        )
+
+    def _unreachable(self, error: Exception, place: str) -> StorageError:
+        return StorageError(
+            f"the server cannot be reached: {_reason(error)}",
+            file=place,
+            hint="check the host name, the network, and HTTPS_PROXY if there is a proxy",
+        )
+
+
+def error_of(reply: HttpReply, place: str, stop: int = 0) -> StorageError | FormatError:
+    """The error to raise for a reply that is no success."""
+    status = reply.status
+    if status in (404, 410):
+        return ObjectMissingError("there is no such object", file=place)
+    if status == 412:
+        return ConditionError("the object exists already, or has another version", file=place)
+    if status == 416:
+        total = reply.headers.get("Content-Range", "").rpartition("/")[2]
+        return truncated(place, int(total) if total.isdigit() else None, stop)
+    if status in (401, 403, 407):
+        return StorageError(
+            f"the server refuses access (HTTP {status})",
+            file=place,
+            hint="credentials for https:// come from ~/.netrc",
+            error_id="permission-denied",
+        )
+    if status == 429:
+        return StorageError(
+            "the server limits the rate of requests (HTTP 429)",
+            file=place,
+            hint="run the command again later",
+            error_id="throttled",
+        )
+    return StorageError(f"the server answered HTTP {status}", file=place)
+
+
+def _check_range(reply: HttpReply, place: str, offset: int, stop: int) -> None:
+    if reply.headers.get("Content-Encoding", "identity") not in ("", "identity"):
+        raise StorageError(
+            "the server sends compressed bytes, of which ranges cannot be read",
+            file=place,
+            error_id="ranges-ignored",
+        )
+    if reply.status == 200:
+        if offset == 0 and reply.headers.get("Content-Length") == str(stop):
+            return
+        raise StorageError(
+            "the server ignores ranges: it sends the whole file",
+            file=place,
+            hint="checkpoints are read in ranges; download it, or use a server with ranges",
+            error_id="ranges-ignored",
+        )
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", reply.headers.get("Content-Range", ""))
+    if match is None or int(match[1]) != offset:
+        raise StorageError(
+            f"the server sent another range than asked for: "
+            f"{reply.headers.get('Content-Range', 'none')!r}",
+            file=place,
+            error_id="ranges-ignored",
+        )
+    if int(match[2]) + 1 < stop and match[3] == str(int(match[2]) + 1):
+        raise truncated(place, int(match[3]), stop)
+
+
+def _to_reply(response: Any, body: bytes) -> HttpReply:
+    return HttpReply(
+        status=response.status_code, headers=response.headers, body=body, url=response.url
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Why no reply came, without the URL, which may hold a signature."""
+    names: list[str] = []
+    inner: BaseException | None = error
+    while inner is not None and len(names) < 10:
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        names.append(type(inner).__name__)
+        reason = getattr(inner, "reason", None) or next(
+            (a for a in inner.args if isinstance(a, BaseException)), None
+        )
+        inner = reason if isinstance(reason, BaseException) else inner.__cause__
+    return names[-1] if names else "no reply"
+
+
+def _pause(attempt: int, wish: str | None = None) -> None:
+    seconds = random.uniform(0.5, 1.0) * min(20.0, 0.2 * 2**attempt)
+    if wish is not None and wish.isdigit():
+        seconds = max(seconds, min(60.0, float(wish)))
+    time.sleep(seconds)

@@ -1,0 +1,86 @@
+"""What stores that are only read have in common: they refuse to write, each in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megtool.errors import StorageError
+from megtool.storage.stores.protocol import ObjectInfo, Upload, UploadedPart
+
+
+class ReadOnlyStore:
+    """The part of `Store` that writes, refused. `url` is that of the bucket."""
+
+    can_write = False
+    can_copy = False
+    write_hint = "write to a local path, s3://, gs:// or az://"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def _place(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _refuse(self, key: str = "") -> NoReturn:
+        scheme = self.url.partition("://")[0]
+        raise StorageError(
+            f"nothing is written to {scheme}://",
+            file=self._place(key),
+            hint=self.write_hint,
+            error_id="permission-denied",
+        )
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, create: bool = False, version: str = ""
+    ) -> ObjectInfo:
+        """Refused."""
+        self._refuse(key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Refused."""
+        self._refuse(keys[0] if keys else "")
+
+    def begin_upload(self, key: str) -> str:
+        """Refused."""
+        self._refuse(key)
+
+    def upload_part(
+        self, key: str, upload_id: str, number: int, data: bytes | memoryview
+    ) -> UploadedPart:
+        """Refused."""
+        self._refuse(key)
+
+    def copy_part(
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        source: ObjectInfo,
+        offset: int,
+        num_bytes: int,
+    ) -> UploadedPart:
+        """Refused."""
+        self._refuse(key)
+
+    def list_parts(self, key: str, upload_id: str) -> Sequence[UploadedPart]:
+        """Refused."""
+        self._refuse(key)
+
+    def list_uploads(self, prefix: str) -> Sequence[Upload]:
+        """None: nothing is written."""
+        return ()
+
+    def complete_upload(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], *, create: bool = False
+    ) -> ObjectInfo:
+        """Refused."""
+        self._refuse(key)
+
+    def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
+        """False: nothing is written."""
+        return False
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Refused."""
+        self._refuse(key)

@@ -1,0 +1,1 @@
+"""The options of a training run, one group a file."""

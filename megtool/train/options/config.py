@@ -1,0 +1,584 @@
+"""Options of a training run, with Megatron's names, and the rules between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from megtool.errors import UsageError
+from megtool.options.field import LAYOUT, flag, layout_size, option
+from megtool.options.groups import (
+    INPUT,
+    RUNNING,
+    ContextParallelOptions,
+    SourceOptions,
+    TokenizerOptions,
+)
+from megtool.options.layout import ParallelConfig
+from megtool.train.options.data import RowBuildingOptions
+from megtool.train.options.data_parallel import DataParallelOptions, check_data_parallel
+from megtool.train.options.eagle import EagleOptions, check_eagle
+from megtool.train.options.fp8 import PRECISION, Fp8Options
+from megtool.train.options.lora import LoraOptions, check_lora, list_qlora_conflicts
+from megtool.train.options.loss import FurtherLossOptions
+from megtool.train.options.optimizer import OptimizerOptions
+from megtool.train.options.overlap import OverlapOptions, check_overlap
+from megtool.train.options.profile import ProfileOptions
+
+TRAINING = "Training"
+MEMORY = "Memory"
+CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
+QAT = "Quantization-aware training and distillation"
+
+ALTERNATIVES = (
+    ("train_iters", "epochs"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("eval_data", "eval_split"),
+)
+"""Options that exclude each other."""
+
+DTYPE_FLAGS = ("bf16", "fp16", "fp32")
+
+QAT_SOURCE = "source"
+"""What `--qat` is in place of a recipe, for the quantizers of SRC."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    Fp8Options,
+    OptimizerOptions,
+    DataParallelOptions,
+    OverlapOptions,
+    FurtherLossOptions,
+    LoraOptions,
+    EagleOptions,
+    ProfileOptions,
+    ContextParallelOptions,
+    RowBuildingOptions,
+    SourceOptions,
+    TokenizerOptions,
+):
+    """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
+
+    None stands for the default, which each option's help describes. The command line, YAML files
+    and `finetune` use these names.
+
+    Raises:
+        UsageError: a value is out of its range, or two options exclude each other.
+        LayoutError: the parallel sizes do not fit each other.
+    """
+
+    rivals: ClassVar[tuple[tuple[str, ...], ...]] = (*ALTERNATIVES, DTYPE_FLAGS)
+
+    # ---- Input
+    data: tuple[str, ...] = option(
+        INPUT,
+        "Training data: text, JSON lines, parquet, Megatron's .bin, or a data set "
+        "NAME[:CONFIG][:SPLIT]; repeatable.",
+        (),
+        metavar="FILE",
+    )
+    blend: str | None = option(
+        INPUT, "Weights of several --data: 0.7,0.3; default: their sizes.", metavar="LIST"
+    )
+    field: str | None = option(INPUT, "The field of a record that holds its text.", metavar="NAME")
+    split: str | None = option(INPUT, "The split of a data set.", metavar="NAME")
+    eval_data: str | None = option(INPUT, "Validation data, in the same formats.", metavar="FILE")
+    eval_split: float = option(
+        INPUT, "Share of --data to use as the validation split.", 0.0, minimum=0
+    )
+    overflow: Literal["split", "truncate", "error"] = option(
+        INPUT, "What to do with samples longer than --seq-length.", "split"
+    )
+    packing: bool | None = option(
+        INPUT,
+        "Pack several texts into a row, each with its own attention; default, except with --eagle.",
+    )
+    all_turns: bool = option(
+        INPUT, "Train on the users' turns as well, not only on the assistant's.", False
+    )
+    # ---- Training
+    train_iters: int | None = option(
+        TRAINING, "Steps; default: as many as --epochs take.", metavar="N", minimum=1
+    )
+    epochs: float | None = option(TRAINING, "Passes over the data; default: 1.", metavar="X")
+    seq_length: int | None = option(
+        TRAINING,
+        "Tokens of a row; default: the model's positions, at most 2048.",
+        metavar="N",
+        minimum=1,
+    )
+    decoder_seq_length: int | None = option(
+        TRAINING,
+        "Tokens of a target (T5; --seq-length are those of its source); default: as many as texts "
+        "with spans left out need, and --seq-length for prompts with completions.",
+        metavar="N",
+        minimum=1,
+    )
+    micro_batch_size: int = option(
+        TRAINING, "Rows of a forward and backward pass.", 1, metavar="N", minimum=1
+    )
+    global_batch_size: int | None = option(
+        TRAINING,
+        "Rows of a step over all replicas; default: those of the resumed run, else one micro "
+        "batch for each replica.",
+        metavar="N",
+        minimum=1,
+    )
+    seed: int = option(
+        TRAINING,
+        "Random seed of the order of the data and of dropout.",
+        1234,
+        metavar="N",
+        minimum=0,
+    )
+    hidden_dropout: float = option(
+        TRAINING,
+        "Dropout of embeddings, and of the outputs of attention and MLP; Megatron's default is "
+        "0.1.",
+        0.0,
+        metavar="X",
+        minimum=0,
+    )
+    attention_dropout: float = option(
+        TRAINING,
+        "Dropout of attention weights; Megatron's default is 0.1.",
+        0.0,
+        metavar="X",
+        minimum=0,
+    )
+    freeze: tuple[str, ...] = option(
+        TRAINING,
+        "Do not train parameters that match, by Megatron's names; repeatable.",
+        (),
+        metavar="GLOB",
+    )
+    exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and stop.", False)
+    exit_duration_in_mins: float | None = option(
+        TRAINING, "Save and stop after so many minutes.", metavar="X"
+    )
+    # ---- Precision
+    bf16: bool | None = option(PRECISION, "Train in bfloat16; default on a GPU.")
+    fp16: bool | None = option(PRECISION, "Train in float16, with a loss scale.")
+    fp32: bool | None = option(PRECISION, "Train in float32; default on a CPU.")
+    loss_scale: float | None = option(
+        PRECISION, "A constant loss scale; default: dynamic.", metavar="X"
+    )
+    initial_loss_scale: float = option(
+        PRECISION, "Initial dynamic loss scale.", 65536.0, metavar="X", minimum=1
+    )
+    min_loss_scale: float = option(PRECISION, "Minimum dynamic loss scale.", 1.0, metavar="X")
+    loss_scale_window: int = option(
+        PRECISION,
+        "Steps without overflow until the loss scale doubles.",
+        1000,
+        metavar="N",
+        minimum=1,
+    )
+    hysteresis: int = option(
+        PRECISION, "Overflows until the loss scale halves.", 2, metavar="N", minimum=1
+    )
+    grad_reduce_in_bf16: bool = option(
+        PRECISION, "Reduce gradients in the model's dtype instead of float32.", False
+    )
+    store_param_remainders: bool = option(
+        PRECISION,
+        "Store only the low 16 bits of master weights; the weights are the high ones.",
+        False,
+    )
+    exp_avg_dtype: Literal["fp32", "bf16"] = option(
+        PRECISION, "Dtype of the optimizer's moments.", "fp32"
+    )
+    # ---- Memory and overlap
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        MEMORY, "Recompute activations in the backward pass: all, or all except matrix products."
+    )
+    recompute_num_layers: int | None = option(
+        MEMORY, "Layers of each stage to recompute; default: all.", metavar="N", minimum=1
+    )
+    gradient_accumulation_fusion: bool = option(
+        MEMORY, "Add products straight to the sums of weights' gradients.", True
+    )
+    optimizer_cpu_offload: bool = option(
+        MEMORY, "Keep and update optimizer state on the CPU; all of it without a fraction.", False
+    )
+    optimizer_offload_fraction: float = option(
+        MEMORY, "Fraction of optimizer state kept on the CPU.", 0.0, metavar="X", minimum=0
+    )
+    cuda_graph_impl: Literal["none", "local"] = option(
+        MEMORY,
+        "local: on a GPU, replay the forward and backward passes of each micro batch as one CUDA "
+        "graph; gradients are then reduced after the last one.",
+        "none",
+    )
+    # ---- Parallel layout
+    tp: int = layout_size("tp", 1, note=", started by torchrun")
+    pp: int = layout_size("pp", 1)
+    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
+    vpp: int | None = layout_size("vpp")
+    ep: int = layout_size("ep", 1)
+    etp: int | None = layout_size("etp")
+    cp: int = layout_size("cp", 1, alias="--context-parallel-size")
+    dp: int | None = layout_size("dp", note="; default: all remaining processes")
+    sequence_parallel: bool = option(
+        LAYOUT, "Split tokens over the --tp ranks between layers.", False
+    )
+    first_stage_layers: int | None = option(
+        LAYOUT, "Layers of the first pipeline stage.", minimum=1
+    )
+    last_stage_layers: int | None = option(LAYOUT, "Layers of the last pipeline stage.", minimum=1)
+    account_for_embedding: bool = option(LAYOUT, "Count the embedding as a layer.", False)
+    account_for_loss: bool = option(LAYOUT, "Count the loss as a layer.", False)
+    pipeline_layout: str | None = option(
+        LAYOUT,
+        "Layers of every stage in Megatron's notation, such as Et*3|(tt|)*29L.",
+        metavar="TEXT",
+    )
+    # ---- Running
+    device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.")
+    kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
+        RUNNING,
+        "Which implementation of fused operations runs. te: Transformer Engine's, with its modules "
+        "for norms with linear layers, MLPs, experts and attention, as --dry-run lists them, and "
+        "Adam.",
+        "auto",
+    )
+    threads: int | None = option(RUNNING, "Threads; default: as many as torch uses.", minimum=1)
+    # ---- Checkpoints
+    load: Path | None = option(
+        CHECKPOINTS,
+        "Resume from the checkpoint of another run, in any format and layout.",
+        metavar="CKPT",
+    )
+    resume: bool = option(CHECKPOINTS, "Resume from the newest checkpoint in DST.", True)
+    save_interval: int | None = option(
+        CHECKPOINTS,
+        "Steps between checkpoints; default: save at the end only.",
+        metavar="N",
+        minimum=1,
+    )
+    most_recent_k: int | None = option(
+        CHECKPOINTS, "Number of newest checkpoints to keep; default: all.", metavar="N", minimum=1
+    )
+    async_save: bool = option(CHECKPOINTS, "Continue training while a checkpoint is written.", True)
+    dist_ckpt_optim_format: Literal["fully_reshardable", "dp_reshardable"] = option(
+        CHECKPOINTS, "Format of optimizer state.", "fully_reshardable"
+    )
+    to: Literal["torch_dist", "hf"] = option(
+        CHECKPOINTS,
+        "hf: at the end, also write the model to DST/hf as a Hugging Face folder.",
+        "torch_dist",
+    )
+    fsync: bool = option(CHECKPOINTS, "Make checkpoints survive a power failure.", True)
+    # ---- Evaluation and logs
+    eval_interval: int | None = option(
+        EVALUATION,
+        "Steps between evaluations; default: a tenth of the run.",
+        metavar="N",
+        minimum=1,
+    )
+    eval_iters: int | None = option(
+        EVALUATION, "Global batches in an evaluation; default: all.", metavar="N", minimum=1
+    )
+    patience: int | None = option(
+        EVALUATION, "Stop after so many evaluations without improvement.", metavar="N", minimum=1
+    )
+    log_interval: int = option(EVALUATION, "Steps between log messages.", 10, minimum=1)
+    tensorboard: bool = option(EVALUATION, "Also log to DST/tensorboard.", False)
+    # ---- Quantization-aware training and distillation
+    qat: str | None = option(
+        QAT,
+        "Fake-quantize weights and inputs with this recipe, whose scales are learned by lsq; "
+        "source: with the quantizers of SRC, a checkpoint of `quantize --to torch_dist` or "
+        "ModelOpt's, which are saved as well.",
+        metavar="RECIPE",
+    )
+    calibration: Path | None = option(QAT, "The calibration file of --qat.", metavar="FILE")
+    teacher: Path | None = option(QAT, "Distill from this checkpoint.", metavar="SRC")
+    teacher_tokenizer: Path | None = option(
+        QAT, "A folder with the teacher's tokenizer; default: the one with it.", metavar="FOLDER"
+    )
+    distill_loss: Literal["kl", "uld", "gold"] = option(
+        QAT,
+        "kl: of models with one vocabulary; uld and gold: of models with different tokenizers, by "
+        "spans of text that both share; uld compares sorted probabilities, gold those of common "
+        "tokens by name.",
+        "kl",
+    )
+    distill_temperature: float = option(
+        QAT, "Temperature of both models' softmax.", 1.0, metavar="X"
+    )
+    distill_weight: float = option(
+        QAT, "Weight of the distillation loss; the loss on the data has the rest.", 0.5, minimum=0
+    )
+    distill_hidden_weight: float = option(
+        QAT, "Weight of 1 - cos between both models' states behind layers.", 0.0, minimum=0
+    )
+    distill_layers: str | None = option(
+        QAT,
+        "Layers compared, of both models: 3:7,5:11; default: as deep in both.",
+        metavar="LIST",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_numbers(self)
+        _check_steps(self)
+        _check_feature_options(self)
+        check_data_parallel(self)
+        check_overlap(self)
+        _check_graphs(self)
+        _ = self.layout
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The parallel layout; `dp` 0 is replaced by what fills the processes."""
+        given = {f.name: getattr(self, f.name, None) for f in fields(ParallelConfig)}
+        given |= self.context_layout
+        return ParallelConfig(**{n: v for n, v in given.items() if v is not None})
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several texts."""
+        return self.eagle is None if self.packing is None else self.packing
+
+    @property
+    def keeps_quantizers(self) -> bool:
+        """Whether the run goes on with the quantizers of SRC, and saves them."""
+        return self.qat == QAT_SOURCE
+
+    @property
+    def blend_shares(self) -> tuple[float, ...] | None:
+        """The shares of `blend`, one for each of `data`."""
+        if self.blend is None:
+            return None
+        return tuple(float(x) for x in self.blend.split(","))
+
+
+def _check_numbers(s: TrainConfig) -> None:
+    if (chosen := [n for n in DTYPE_FLAGS if getattr(s, n)])[1:]:
+        raise UsageError(
+            f"{flag(chosen[0])} and {flag(chosen[1])} exclude each other",
+            hint="a model computes in one type",
+        )
+    for name, below in (
+        ("adam_beta1", 1.0),
+        ("adam_beta2", 1.0),
+        ("sgd_momentum", 1.0),
+        ("muon_momentum", 1.0),
+        ("eval_split", 1.0),
+        ("lora_dropout", 1.0),
+        ("hidden_dropout", 1.0),
+        ("attention_dropout", 1.0),
+    ):
+        if not 0 <= getattr(s, name) < below:
+            raise UsageError(f"{flag(name)} is {getattr(s, name)}", hint="at least 0 and below 1")
+    for name in ("distill_weight", "optimizer_offload_fraction"):
+        if not 0 <= getattr(s, name) <= 1:
+            raise UsageError(f"{flag(name)} is {getattr(s, name)}", hint="from 0 to 1")
+    if s.min_lr > s.lr:
+        raise UsageError(f"--min-lr {s.min_lr} is above --lr {s.lr}")
+    if s.lr_warmup_init > s.lr:
+        raise UsageError(f"--lr-warmup-init {s.lr_warmup_init} is above --lr {s.lr}")
+    if s.distill_temperature <= 0:
+        raise UsageError(f"--distill-temperature is {s.distill_temperature}", hint="above 0")
+    if s.blend is not None:
+        _check_blend(s)
+
+
+def _check_blend(s: TrainConfig) -> None:
+    try:
+        shares = s.blend_shares or ()
+    except ValueError:
+        shares = ()
+    if not shares or any(not math.isfinite(x) or x <= 0 for x in shares):
+        raise UsageError(f"--blend is {s.blend!r}", hint="positive numbers with commas: 0.7,0.3")
+    if len(shares) != len(s.data):
+        raise UsageError(
+            f"--blend has {len(shares)} shares, and there are {len(s.data)} --data",
+            hint="one share for each --data, in the same order",
+        )
+
+
+def _check_steps(s: TrainConfig) -> None:
+    for first, second in ALTERNATIVES:
+        if getattr(s, first) and getattr(s, second):
+            raise UsageError(
+                f"{flag(first)} and {flag(second)} exclude each other", hint="give one of them"
+            )
+    if s.epochs is not None and s.epochs <= 0:
+        raise UsageError(f"--epochs is {s.epochs}", hint="above 0")
+    if s.lr_warmup_fraction is not None and s.lr_warmup_fraction > 1:
+        raise UsageError(f"--lr-warmup-fraction is {s.lr_warmup_fraction}", hint="from 0 to 1")
+    if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None:
+        raise UsageError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    if s.global_batch_size is not None and s.global_batch_size % s.micro_batch_size:
+        raise UsageError(
+            f"--global-batch-size {s.global_batch_size} is not a multiple of "
+            f"--micro-batch-size {s.micro_batch_size}"
+        )
+    if s.patience is not None and not (s.eval_data or s.eval_split):
+        raise UsageError(
+            "--patience has no effect: there is nothing to evaluate on",
+            hint="--eval-data, --eval-split",
+            error_id="option-without-effect",
+        )
+
+
+def _check_feature_options(s: TrainConfig) -> None:
+    needs = (
+        (s.calibration is not None and s.qat is None, "--calibration has no effect without --qat"),
+        (
+            s.calibration is not None and s.keeps_quantizers,
+            "--calibration has no effect with --qat source: the quantizers are calibrated",
+        ),
+        (
+            s.fp8_param_gather and s.fp8_recipe is None and s.te_precision_config_file is None,
+            "--fp8-param-gather has no effect without --fp8-recipe",
+        ),
+        (
+            s.fp8_param_gather and s.fp8_recipe == "mxfp8",
+            "--fp8-param-gather with --fp8-recipe mxfp8, which rounds every weight twice, along "
+            "rows and along columns, from values that FP8 weights no longer have",
+        ),
+        (
+            s.te_precision_config_file is not None and s.kernels == "te",
+            "--te-precision-config-file and --kernels te: Transformer Engine computes all modules "
+            "of a stage by one recipe here",
+        ),
+        (
+            s.fp8_param_gather and s.kernels == "te",
+            "--fp8-param-gather and --kernels te: Transformer Engine casts weights to FP8 itself",
+        ),
+        (
+            s.recompute_granularity == "selective"
+            and s.fp8_recipe is not None
+            and s.kernels == "te",
+            "--recompute-granularity selective and --kernels te with --fp8-recipe: Transformer "
+            "Engine's matrix products cannot be kept; use full",
+        ),
+        (
+            s.recompute_num_layers is not None and s.recompute_granularity is None,
+            "--recompute-num-layers has no effect without --recompute-granularity",
+        ),
+        (s.loss_scale is not None and not s.fp16, "--loss-scale has no effect without --fp16"),
+        (
+            s.store_param_remainders and bool(s.fp16 or s.fp32),
+            "--store-param-remainders needs --bf16",
+        ),
+        (
+            s.qat is not None and s.fp8_recipe is not None,
+            "--qat and --fp8-recipe exclude each other",
+        ),
+        (
+            s.qat is not None and s.te_precision_config_file is not None,
+            "--qat and --te-precision-config-file exclude each other",
+        ),
+        (
+            s.qat is not None and bool(s.lora_dropout),
+            "--lora-dropout has no effect with --qat: merged weights are rounded, and adapters "
+            "have no inputs of their own",
+        ),
+        *list_qlora_conflicts(s),
+        (
+            s.lora_alpha is not None and s.lora_rank is None,
+            "--lora-alpha has no effect without --lora-rank",
+        ),
+        (
+            bool(s.lora_dropout) and s.lora_rank is None,
+            "--lora-dropout has no effect without --lora-rank",
+        ),
+        (
+            s.lora_rank is not None and s.fp8_param_gather,
+            "--lora-rank and --fp8-param-gather exclude each other: only adapters are trained, and "
+            "they are not in FP8",
+        ),
+        (
+            s.lora_rank is not None and bool(s.freeze),
+            "--freeze has no effect with --lora-rank, which trains adapters only",
+        ),
+        (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16 exclude each other"),
+        (
+            s.te_precision_config_file is not None and bool(s.fp16),
+            "--te-precision-config-file and --fp16 exclude each other",
+        ),
+        (
+            bool(s.moe_router_bias_update_rate) and s.lora_rank is not None,
+            "--moe-router-bias-update-rate has no effect with --lora-rank, which trains adapters "
+            "only",
+        ),
+        (
+            bool(s.moe_aux_loss_coeff) and s.moe_router_load_balancing_type == "none",
+            "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none",
+        ),
+        (
+            s.moe_router_load_balancing_type not in (None, "none")
+            and not (s.moe_aux_loss_coeff or s.moe_losses_from_checkpoint),
+            "--moe-router-load-balancing-type has no effect without --moe-aux-loss-coeff",
+        ),
+    )
+    for is_wrong, message in needs:
+        if is_wrong:
+            raise UsageError(message)
+    _check_dependent_options(s)
+    check_lora(s)
+    check_eagle(s)
+
+
+GRAPH_CONFLICTS = {
+    "overlap_grad_reduce": "gradients are reduced after the graphs of all passes",
+    "overlap_param_gather": "a graph cannot wait for parameters",
+    "tp_comm_overlap": "rows of single ranks are waited for in the middle of a product",
+    "attention_dropout": "torch's attention draws from a generator that a graph cannot seed",
+    "lora_dropout": "adapters draw from a generator that a graph cannot seed",
+    "teacher": "the host passes the teacher's hidden states on for each batch",
+}
+"""Options that a CUDA graph does not allow, and why."""
+
+
+def _check_graphs(s: TrainConfig) -> None:
+    if s.cuda_graph_impl == "none":
+        return
+    hint = "without --cuda-graph-impl"
+    for name, reason in GRAPH_CONFLICTS.items():
+        if getattr(s, name):
+            raise UsageError(f"--cuda-graph-impl local excludes {flag(name)}: {reason}", hint=hint)
+    if s.fp8_recipe is not None and s.kernels == "te":
+        raise UsageError(
+            "--cuda-graph-impl local excludes --fp8-recipe with --kernels te: Transformer "
+            "Engine updates its own scales in every pass",
+            hint=hint,
+        )
+
+
+DEPENDENT_OPTIONS = {
+    "teacher": (
+        *("distill_weight", "distill_temperature", "distill_hidden_weight"),
+        *("distill_loss", "teacher_tokenizer"),
+    ),
+    "distill_hidden_weight": ("distill_layers",),
+    "lora_rank": ("lora_target",),
+    "fp8_recipe": (
+        "fp8_format",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_margin",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+    ),
+}
+"""Options that have no effect without another one."""
+
+
+def _check_dependent_options(s: TrainConfig) -> None:
+    usual = {f.name: f.default for f in fields(s)}
+    for needed, names in DEPENDENT_OPTIONS.items():
+        if not getattr(s, needed):
+            for name in names:
+                if getattr(s, name) != usual[name]:
+                    raise UsageError(
+                        f"{flag(name)} has no effect without {flag(needed)}",
+                        error_id="option-without-effect",
+                    )
