@@ -16,7 +16,7 @@ from megtool import __version__
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 from megtool.storage.files import Files
-from megtool.storage.objects.transfer import Buffer
+from megtool.storage.objects.open_objects import Buffer
 
 SIDECAR = "megtool.json"
 TOOL = f"megtool {__version__}"

@@ -15,7 +15,7 @@ from megtool.errors import FormatError
 from megtool.process.threads import map_in_threads, run_jobs
 from megtool.storage.files import Files
 from megtool.storage.location.path import is_remote
-from megtool.storage.objects.transfer import Buffer
+from megtool.storage.objects.open_objects import Buffer
 from megtool.transport.reading.parallel_scan import STORE_TILE_BYTES
 from megtool.transport.reading.shared_scan import ScanPart, run_scan
 

@@ -11,15 +11,16 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 
 from megtool.errors import DestinationError, FormatError, StorageError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.index import store_index
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.objects.small_object import read_json
 from megtool.storage.stores.protocol import (
     ConditionError,
     ObjectInfo,
     ObjectMissingError,
     Store,
     UploadedPart,
-    read_json,
 )
 
 LEASE, RUN, PUBLISHING = "lock", "run", "publishing"
@@ -209,7 +210,7 @@ def is_there(path: StorePath, data: bytes | memoryview) -> bool:
     return find_same(path, data) is not None
 
 
-def find_same(path: StorePath, data: bytes | memoryview) -> ObjectInfo | None:
+def find_same(path: ObjectPath, data: bytes | memoryview) -> ObjectInfo | None:
     """The object, if it has these bytes.
 
     Raises:
@@ -263,7 +264,7 @@ def remove_notes(staging: StorePath, *, trace: str = "") -> None:
     staging.store.delete(last[:1])
 
 
-def put_once(path: StorePath, data: bytes | memoryview) -> ObjectInfo:
+def put_once(path: ObjectPath, data: bytes | memoryview) -> ObjectInfo:
     """Create an object; one that is there already with the same bytes is its own lost success.
 
     Raises:
@@ -281,7 +282,7 @@ def put_once(path: StorePath, data: bytes | memoryview) -> ObjectInfo:
 
 
 def complete_once(
-    path: StorePath, upload_id: str, parts: Sequence[UploadedPart], *, is_safe: bool = True
+    path: ObjectPath, upload_id: str, parts: Sequence[UploadedPart], *, is_safe: bool = True
 ) -> ObjectInfo:
     """Make an object of its parts; one that is made of them already is its own lost success.
 
@@ -306,7 +307,7 @@ def complete_once(
         raise _conflict(path) from e
 
 
-def _conflict(path: StorePath) -> DestinationError:
+def _conflict(path: ObjectPath) -> DestinationError:
     return DestinationError(
         "another program has written this object meanwhile",
         file=path,

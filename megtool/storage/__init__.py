@@ -1,1 +1,4 @@
-"""System calls: open files, reads, writes, copies, names, locks; the one place of each."""
+"""System calls: open files, reads, writes, copies, names, locks; the one place of each.
+
+From the top down: `.`, `location`, `objects`, `stores`.
+"""

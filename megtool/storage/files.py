@@ -18,11 +18,11 @@ from megtool.storage.file_kinds import (
     check_own_folder,
     check_readable_kind,
 )
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.cache import object_cache
-from megtool.storage.objects.open_objects import FIRST_NUMBER, ReadableObject
-from megtool.storage.objects.transfer import Buffer, FileTransfer, to_storage_error
+from megtool.storage.objects.index import store_index
+from megtool.storage.objects.open_objects import FIRST_NUMBER, Buffer, ReadableObject
+from megtool.storage.objects.transfer import FileTransfer, to_storage_error
 
 _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not block
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megtool.errors import CoverageError, FormatError, SourceChangedError
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.storage.files import Files
-from megtool.storage.location.index import inode_of
+from megtool.storage.objects.index import inode_of
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 

@@ -10,9 +10,9 @@ from megtool import clean, inspect, reshard
 from megtool.errors import FormatError, StorageError
 from megtool.staging.folder.stage import StagingFolder
 from megtool.storage.files import Files
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_layout
+from megtool.storage.objects.index import store_index
 from megtool.storage.objects.lease import Lease
 from megtool.storage.stores.connect import register_store
 from tests.support.folders import contents, staging_folders

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 from megtool import tokenize
 from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, StorageError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import location
 from megtool.storage.objects import part_layout
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from tests.support.errors import raises
 from tests.support.models import tiny_tokenizer

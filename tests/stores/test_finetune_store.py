@@ -14,8 +14,8 @@ import pytest
 
 from megtool import verify
 from megtool.errors import DestinationError, StorageError, UsageError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from megtool.train import run_log
 from tests.support.errors import raises

@@ -11,9 +11,9 @@ import pytest
 
 from megtool import derive_amax, export, quantize
 from megtool.errors import DestinationError, StorageError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_layout
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from tests.support.checkpoints.fp8_trained import rank_files
 from tests.support.errors import raises

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import megtool
 from megtool.errors import SourceChangedError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.cache import object_cache
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore
 from megtool.storage.stores.third_party import FsspecStore

@@ -19,9 +19,9 @@ from megtool.errors import (
     StorageError,
 )
 from megtool.plan import work_units
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_layout
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore
 from tests.support.errors import raises

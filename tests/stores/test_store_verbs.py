@@ -10,9 +10,9 @@ import pytest
 
 from megtool import export, quantize, reshard
 from megtool.errors import DestinationError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_buffers, part_layout
+from megtool.storage.objects.index import store_index
 from megtool.storage.objects.part_buffers import PartBuffers
 from megtool.storage.stores.connect import register_store
 from tests.support.errors import raises

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 from megtool import clean, reshard
 from megtool.errors import DestinationError, FormatError, MegtoolError, UsageError
 from megtool.plan import work_units
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_layout
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from tests.support.errors import raises
 from tests.support.folders import contents

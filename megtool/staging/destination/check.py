@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.errors import DestinationError
+from megtool.staging.destination.store_check import (
+    OVERWRITE_HINT,
+    check_object,
+    check_writable,
+    has_objects,
+)
 from megtool.staging.nested_runs import check_runs_within
 from megtool.storage.file_kinds import describe_kind, is_special
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath, is_remote
-
-OVERWRITE_HINT = (
-    "choose another destination, or replace this one with --overwrite (overwrite=True in Python)"
-)
 
 
 def check_place(path: Path, *, files: Files | None = None) -> None:
@@ -30,8 +32,6 @@ def check_place(path: Path, *, files: Files | None = None) -> None:
         StorageError: there is no such bucket, or the store refused.
     """
     if isinstance(path, StorePath):
-        from megtool.staging.destination.store_check import check_writable, has_objects
-
         check_writable(path)
         has_objects(path)
         return
@@ -68,8 +68,6 @@ def check_file(path: Path, *outputs: Path) -> None:
         StorageError: the store refused.
     """
     if isinstance(path, StorePath):
-        from megtool.staging.destination.store_check import check_object
-
         check_object(path)
         return
     status = Files().stat(path)

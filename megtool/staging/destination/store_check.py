@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megtool.errors import DestinationError, StorageError
-from megtool.staging.destination.check import OVERWRITE_HINT
 from megtool.staging.publication import LEASE, PUBLISHING, RUN, staging_prefix
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.lease import describe_holder, is_alive, read_holder
 from megtool.storage.objects.probe import probe_store
 
+OVERWRITE_HINT = (
+    "choose another destination, or replace this one with --overwrite (overwrite=True in Python)"
+)
 _STAGING = re.compile(r"\.(.*)\.megtool", re.DOTALL)
 
 

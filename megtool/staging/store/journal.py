@@ -15,7 +15,7 @@ from typing import Any
 
 from megtool.digests.crc32c import crc32c, reject_constant
 from megtool.storage.location.path import StorePath
-from megtool.storage.stores.protocol import read_object
+from megtool.storage.objects.small_object import read_object
 
 VERSION = 2
 BATCH_UNITS = 16

@@ -10,6 +10,7 @@ from megtool.errors import StorageError
 from megtool.staging.publication import complete_once, put_once
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.object_path import ObjectPath
 from megtool.storage.objects.open_objects import open_objects
 from megtool.storage.objects.part_buffers import PartBuffers
 from megtool.storage.objects.part_layout import CopyRun, Coverage, cut_parts
@@ -131,5 +132,5 @@ class ObjectUpload:
         return writer.completed
 
 
-def _put(path: StorePath, data: bytes) -> ObjectInfo:
+def _put(path: ObjectPath, data: bytes) -> ObjectInfo:
     return path.store.put(path.key, data)

@@ -12,8 +12,10 @@ from collections.abc import Iterable
 
 from megtool.staging.store.journal import UnitRecord
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.objects.small_object import read_object
 from megtool.storage.objects.writer import ObjectWriter
-from megtool.storage.stores.protocol import ObjectInfo, ObjectMissingError, read_object
+from megtool.storage.stores.protocol import ObjectInfo, ObjectMissingError
 
 
 class EarlierObjects:
@@ -27,7 +29,7 @@ class EarlierObjects:
         self._folder = folder
         self.ids: dict[int, str] = {}
         self.versions: dict[int, str] = {}
-        self.doubtful: set[StorePath] = set()
+        self.doubtful: set[ObjectPath] = set()
 
     def clear(self) -> None:
         """Forget everything."""

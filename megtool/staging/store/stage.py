@@ -42,23 +42,22 @@ from megtool.staging.store.resume import EarlierObjects
 from megtool.staging.store.unit_tracker import UnitTracker
 from megtool.staging.store.upload_pool import UploadPool
 from megtool.storage.files import Files
-from megtool.storage.location.index import StagedObjects, store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_layout
+from megtool.storage.objects.index import StagedObjects, store_index
 from megtool.storage.objects.lease import Lease
+from megtool.storage.objects.object_path import ObjectPath
 from megtool.storage.objects.open_objects import open_objects
 from megtool.storage.objects.part_buffers import BUDGET_BYTES, PartBuffers
 from megtool.storage.objects.part_layout import CopyRun, Coverage, cut_parts
 from megtool.storage.objects.probe import probe_store
-from megtool.storage.objects.small_object import SmallObject
+from megtool.storage.objects.small_object import SmallObject, read_json, read_object
 from megtool.storage.objects.writer import ObjectWriter, run_info
 from megtool.storage.stores.protocol import (
     ConditionError,
     ObjectInfo,
     ObjectMissingError,
     UploadedPart,
-    read_json,
-    read_object,
 )
 
 T = TypeVar("T")
@@ -119,7 +118,7 @@ class StoreStage:
         self._buffers = PartBuffers()
         self._transfers = UploadPool(1, 0)
         self._writers: list[ObjectWriter] = []
-        self._numbers: dict[StorePath, int] = {}
+        self._numbers: dict[ObjectPath, int] = {}
         self._earlier = EarlierObjects(self._staged_path(UPLOADS))
         self._small: dict[str, bytes] = {}
         self._records: dict[int, UnitRecord] = {}
@@ -276,7 +275,7 @@ class StoreStage:
         open_objects().construct(path, writer)
         return path
 
-    def _show(self, path: StorePath, info: ObjectInfo) -> None:
+    def _show(self, path: ObjectPath, info: ObjectInfo) -> None:
         if self._staged is not None:
             self._staged.set(path, info)
 

@@ -12,7 +12,7 @@ from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
 from megtool.storage.lock import LockFile
 from megtool.storage.objects.lease import Lease
-from megtool.storage.stores.protocol import read_object
+from megtool.storage.objects.small_object import read_object
 
 _HINT = "--worker-dir names a folder, or a prefix of a store, that all workers see and may write to"
 

@@ -36,20 +36,15 @@ from megtool.staging.publication import LEASE, RUN, Publication
 from megtool.staging.store.journal import StoreJournal
 from megtool.staging.store.stage import JOURNAL, StoreStage
 from megtool.staging.workers.record import WorkerRecord, encode_record, parse_record_of
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.index import store_index
 from megtool.storage.objects.lease import Lease
 from megtool.storage.objects.open_objects import REQUEST_BYTES, open_objects
 from megtool.storage.objects.part_buffers import PartBuffers
 from megtool.storage.objects.probe import probe_store
+from megtool.storage.objects.small_object import read_json, read_object
 from megtool.storage.objects.writer import ObjectWriter
-from megtool.storage.stores.protocol import (
-    ConditionError,
-    ObjectInfo,
-    ObjectMissingError,
-    read_json,
-    read_object,
-)
+from megtool.storage.stores.protocol import ConditionError, ObjectInfo, ObjectMissingError
 from megtool.storage.stores.read_pool import read_pool
 
 FRAGMENTS = "fragments"

@@ -6,16 +6,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from pathlib import Path, PosixPath
-from typing import IO, TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, Any
 
-from megtool.errors import MegtoolError, UsageError
-
-if TYPE_CHECKING:
-    from megtool.storage.stores.protocol import Store
+from megtool.errors import UsageError
+from megtool.storage.objects.object_path import BUCKET_PARTS, ObjectPath
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
 _ONE_SLASH = re.compile(r"(s3|gs|az|https?|hf|memory|msc|file):/(?!/).*", re.DOTALL | re.IGNORECASE)
 _SIGNATURE = re.compile(
     r"\?(.*&)?(x-(amz|goog|ms)-|(sig|signature|awsaccesskeyid|(access_?)?token|(access_?)?key)=)",
@@ -25,7 +22,6 @@ _FORMS = {
     "hf": "hf://ORG/NAME or hf://ORG/NAME@REVISION",
     "fsspec+file": "/PATH or file:///PATH, which need no fsspec",
 }
-_BUCKET_PARTS = {"hf": 2}  # `hf://ORG/NAME@REVISION`: the name of the repository has two parts
 
 
 def location(text: str | Path) -> Path:
@@ -63,7 +59,7 @@ def location(text: str | Path) -> Path:
             )
         return Path("/" + path.lstrip("/"))
     names = [part for part in rest.split("/") if part]
-    if len(names) < _BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
+    if len(names) < BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
         raise UsageError(
             f"{text!r} names no {'repository' if scheme == 'hf' else 'bucket'}",
             hint=_FORMS.get(scheme, f"{scheme}://BUCKET/PREFIX"),
@@ -101,7 +97,7 @@ def is_remote(path: Path) -> bool:
     return isinstance(path, StorePath)
 
 
-class StorePath(PosixPath):
+class StorePath(ObjectPath):
     """A place in an object store. It is a `Path`: `/`, `name`, `is_dir()` and so on work.
 
     A store has no folders: a name is a folder if some key begins with it and a slash. What the
@@ -110,90 +106,8 @@ class StorePath(PosixPath):
 
     __slots__ = ()
 
-    def __str__(self) -> str:
-        text = super().__str__()
-        scheme, colon, rest = text.partition(":/")
-        if colon and _SCHEME.fullmatch(f"{scheme}:") and not rest.startswith("/"):
-            return f"{scheme}://{rest}"
-        return text
-
-    def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in a store: it has no path on this machine")
-
-    def __repr__(self) -> str:
-        return f"StorePath({str(self)!r})"
-
-    def __reduce__(self) -> tuple[type[StorePath], tuple[str]]:
-        return StorePath, (str(self),)
-
-    @property
-    def scheme(self) -> str:
-        """The kind of store: `s3`."""
-        return self.parts[0].rstrip(":")
-
-    @property
-    def bucket_url(self) -> str:
-        """The URL of the bucket (for `hf`, of the repository), without a slash at its end."""
-        depth = 1 + _BUCKET_PARTS.get(self.scheme, 1)
-        return f"{self.scheme}://{'/'.join(self.parts[1:depth])}"
-
-    @property
-    def key(self) -> str:
-        """The name inside the bucket; empty for the bucket itself."""
-        return "/".join(self.parts[1 + _BUCKET_PARTS.get(self.scheme, 1) :])
-
-    @property
-    def store(self) -> Store:
-        """The store that the path is in.
-
-        Raises:
-            UsageError: no store has this scheme.
-            MissingPackageError: the package of the store is missing.
-        """
-        from megtool.storage.stores.connect import connect
-
-        try:
-            return connect(self.bucket_url)
-        except MegtoolError as e:
-            if e.file == self.bucket_url:
-                e.file = str(self)
-            raise
-
-    @property
-    def parent(self) -> StorePath:
-        """The folder that it is in; the bucket is in none, and is its own."""
-        return super().parent if self.key else self
-
-    @property
-    def parents(self) -> tuple[StorePath, ...]:
-        """All folders that it is in, up to the bucket."""
-        out: list[StorePath] = []
-        path = self
-        while path.key:
-            path = path.parent
-            out.append(path)
-        return tuple(out)
-
-    def is_absolute(self) -> bool:
-        """Whether it is a whole URL."""
-        return bool(self.parts) and _SCHEME.fullmatch(self.parts[0]) is not None
-
-    def absolute(self) -> StorePath:
-        """The path itself."""
-        return self
-
-    def resolve(self, strict: bool = False) -> StorePath:
-        """The path itself: stores have no links."""
-        return self
-
-    def expanduser(self) -> StorePath:
-        """The path itself."""
-        return self
-
-    # ---- queries
-
     def _status(self) -> os.stat_result | None:
-        from megtool.storage.location.index import store_index
+        from megtool.storage.objects.index import store_index
 
         return store_index().stat(self)
 
@@ -233,7 +147,7 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """What is in a folder, sorted."""
-        from megtool.storage.location.index import store_index
+        from megtool.storage.objects.index import store_index
 
         return iter([self / name for name in store_index().names(self)])
 
@@ -270,9 +184,10 @@ class StorePath(PosixPath):
         Raises:
             StorageError: it is missing, or the store refused.
         """
-        from megtool.storage.files import read_file
+        from megtool.storage.location.object_file import ObjectFile
 
-        return read_file(self)
+        with ObjectFile(self) as file:
+            return file.read_whole()
 
     def read_text(self, encoding: str | None = None, errors: str | None = None, **_: Any) -> str:
         """An object as text (UTF-8)."""
@@ -289,7 +204,7 @@ class StorePath(PosixPath):
         """
         import io
 
-        from megtool.storage.object_file import ObjectFile
+        from megtool.storage.location.object_file import ObjectFile
 
         if set(mode) & set("wax+"):
             raise io.UnsupportedOperation(f"{self} cannot be written through open()")

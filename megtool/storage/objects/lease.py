@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import DestinationError, MegtoolError
-from megtool.storage.location.path import StorePath
-from megtool.storage.stores.protocol import ConditionError, ObjectInfo, read_json
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.objects.small_object import read_json
+from megtool.storage.stores.protocol import ConditionError, ObjectInfo
 
 RENEW_S = 20.0
 EXPIRE_S = 120.0
@@ -35,7 +36,7 @@ class Lease:
         StorageError: the store refused.
     """
 
-    def __init__(self, path: StorePath) -> None:
+    def __init__(self, path: ObjectPath) -> None:
         self._path, self._store = path, path.store
         self._token = secrets.token_hex(8)
         self._stopped = threading.Event()
@@ -147,7 +148,7 @@ class Lease:
             self._store.delete([self._path.key])
 
 
-def read_holder(path: StorePath, info: ObjectInfo) -> dict[str, Any]:
+def read_holder(path: ObjectPath, info: ObjectInfo) -> dict[str, Any]:
     """Who holds a lease; empty if it is gone or damaged."""
     return read_json(path, info)
 
@@ -157,7 +158,7 @@ def describe_holder(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid', '?')} on {str(holder.get('host', '?'))[:80]!r}"
 
 
-def is_alive(path: StorePath, info: ObjectInfo, holder: dict[str, Any]) -> bool:
+def is_alive(path: ObjectPath, info: ObjectInfo, holder: dict[str, Any]) -> bool:
     """Whether the holder of a lease still runs.
 
     Its process is looked for if this one sees it: on the same host, and in the same container.
@@ -182,7 +183,7 @@ def _has_process(pid: int) -> bool:
     return True
 
 
-def _age_s(path: StorePath, info: ObjectInfo) -> float:
+def _age_s(path: ObjectPath, info: ObjectInfo) -> float:
     """How long ago an object was written, by the store's own clock."""
     store, key = path.store, f"{path.key}.clock-{secrets.token_hex(4)}"
     store.put(key, b"")

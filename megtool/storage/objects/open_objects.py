@@ -13,17 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import SourceChangedError, StorageError
-from megtool.storage.location.index import store_index, to_status
-from megtool.storage.location.path import StorePath
 from megtool.storage.objects.cache import Range, Read, object_cache
+from megtool.storage.objects.index import store_index, to_status
+from megtool.storage.objects.object_path import ObjectPath
 from megtool.storage.stores.read_pool import read_pool
 
 if TYPE_CHECKING:
-    from megtool.storage.objects.transfer import Buffer
     from megtool.storage.stores.protocol import ObjectInfo
 
 FIRST_NUMBER = 1 << 24
 """Numbers of open objects begin here, far above those of files."""
+
+Buffer = memoryview | NDArray[Any]
+"""Memory to read or write, C-contiguous, of any element type."""
 
 _NUMBERS = itertools.count(FIRST_NUMBER)
 
@@ -37,7 +39,7 @@ class OpenObject(Protocol):
     """An object that is open for reading, or one under construction."""
 
     @property
-    def path(self) -> StorePath:
+    def path(self) -> ObjectPath:
         """Where it is."""
 
     def status(self) -> os.stat_result:
@@ -77,7 +79,7 @@ SHORT_RUN_BYTES = 64 << 10
 class ReadableObject:
     """An object that is read, in the version that it had when it was opened."""
 
-    def __init__(self, path: StorePath, info: ObjectInfo) -> None:
+    def __init__(self, path: ObjectPath, info: ObjectInfo) -> None:
         self.path = path
         self.info = info
         self._store = path.store
@@ -202,7 +204,7 @@ class MemoryObject:
     What is read from files is read into it directly, and tiles are assigned to it.
     """
 
-    def __init__(self, path: StorePath, data: NDArray[np.uint8]) -> None:
+    def __init__(self, path: ObjectPath, data: NDArray[np.uint8]) -> None:
         self.path = path
         self.data = data
 
@@ -278,13 +280,13 @@ class OpenObjects:
 
     def __init__(self) -> None:
         self._open: dict[int, OpenObject] = {}
-        self._under_construction: dict[StorePath, OpenObject] = {}
+        self._under_construction: dict[ObjectPath, OpenObject] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> OpenObject:
         return self._open[number]
 
-    def path(self, number: int) -> StorePath | None:
+    def path(self, number: int) -> ObjectPath | None:
         """Where an open object is; None if the number is closed."""
         opened = self._open.get(number)
         return None if opened is None else opened.path
@@ -296,7 +298,7 @@ class OpenObjects:
             self._open[number] = opened
             return number
 
-    def open_read(self, path: StorePath) -> int:
+    def open_read(self, path: ObjectPath) -> int:
         """Open an object for reading; one under construction gives what is known of it.
 
         Raises:
@@ -312,7 +314,7 @@ class OpenObjects:
             opened = ReadableObject(path, info)
         return self.add(opened)
 
-    def prefetch(self, ranges_by_path: Sequence[tuple[StorePath, Sequence[Range]]]) -> None:
+    def prefetch(self, ranges_by_path: Sequence[tuple[ObjectPath, Sequence[Range]]]) -> None:
         """Request ranges of objects, many at a time, so that small reads find them.
 
         Objects that are missing, or under construction, are left to the reads.
@@ -329,7 +331,7 @@ class OpenObjects:
                 )
         object_cache().prefetch(requests)
 
-    def open_write(self, path: StorePath) -> int:
+    def open_write(self, path: ObjectPath) -> int:
         """Open an object that is under construction.
 
         Raises:
@@ -340,7 +342,7 @@ class OpenObjects:
             raise StorageError("an object cannot be changed in its place", file=path)
         return self.add(opened)
 
-    def construct(self, path: StorePath, opened: OpenObject | None) -> None:
+    def construct(self, path: ObjectPath, opened: OpenObject | None) -> None:
         """Begin an object under construction, or (None) end it."""
         with self._lock:
             if opened is None:
@@ -348,7 +350,7 @@ class OpenObjects:
             else:
                 self._under_construction[path] = opened
 
-    def constructed(self, path: StorePath) -> OpenObject | None:
+    def constructed(self, path: ObjectPath) -> OpenObject | None:
         """The object under construction at a path."""
         return self._under_construction.get(path)
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megtool.storage.location.path import StorePath
+from megtool.storage.objects.object_path import ObjectPath
 from megtool.storage.stores.protocol import MAX_PART_BYTES, MAX_PARTS, MIN_PART_BYTES
 
 PART_BYTES = 8 << 20
@@ -22,7 +22,7 @@ class CopyRun:
 
     offset: int
     num_bytes: int
-    source: StorePath
+    source: ObjectPath
     source_offset: int
 
     @property

@@ -7,7 +7,7 @@ import secrets
 from weakref import WeakKeyDictionary
 
 from megtool.errors import DestinationError, FormatError, StorageError
-from megtool.storage.location.path import StorePath
+from megtool.storage.objects.object_path import ObjectPath
 from megtool.storage.stores.protocol import ConditionError, ObjectMissingError, Store
 
 _LOG = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _CLEAR_ANSWERS = ("ranges-ignored", "not-implemented")  # ids of errors
 _CONTENT = b"megtool asks what this store keeps"
 
 
-def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...]:
+def probe_store(folder: ObjectPath, *, is_unsafe: bool = False) -> tuple[str, ...]:
     """Check a store once per process, with objects below `folder` that are removed again.
 
     Returns what it does not keep, as warnings; without `is_unsafe` that is refused.
@@ -46,7 +46,7 @@ def probe_store(folder: StorePath, *, is_unsafe: bool = False) -> tuple[str, ...
     return tuple(f"the store {fault}: --unsafe-store was given" for fault in faults)
 
 
-def find_store_faults(folder: StorePath) -> tuple[str, ...]:
+def find_store_faults(folder: ObjectPath) -> tuple[str, ...]:
     """What a store does not keep, each as the rest of a sentence; asked once per process.
 
     Raises:
@@ -58,7 +58,7 @@ def find_store_faults(folder: StorePath) -> tuple[str, ...]:
     return faults
 
 
-def _find_faults(folder: StorePath) -> list[str]:
+def _find_faults(folder: ObjectPath) -> list[str]:
     store, key = folder.store, (folder / f"probe-{secrets.token_hex(8)}").key
     faults: list[str] = []
     uploads: list[str] = []

@@ -1,27 +1,25 @@
-"""A small object under construction, whole in memory."""
+"""Small objects: read whole, and under construction whole in memory."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megtool.errors import StorageError
-from megtool.storage.location.index import to_status
-from megtool.storage.location.path import StorePath
-from megtool.storage.objects.open_objects import OpenObject
-from megtool.storage.stores.protocol import ObjectInfo, truncated
-
-if TYPE_CHECKING:
-    from megtool.storage.objects.transfer import Buffer
+from megtool.storage.objects.index import to_status
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.objects.open_objects import Buffer, OpenObject
+from megtool.storage.stores.protocol import ObjectInfo, ObjectMissingError, truncated
 
 
 class SmallObject:
     """See `OpenObject`: all bytes are known, and are only read."""
 
-    def __init__(self, path: StorePath, data: bytes) -> None:
+    def __init__(self, path: ObjectPath, data: bytes) -> None:
         self.path, self._data = path, data
         self.info = ObjectInfo(key=path.key, size=len(data), version="")
 
@@ -60,3 +58,31 @@ class SmallObject:
 
     def close(self) -> None:
         """See `OpenObject`."""
+
+
+def read_object(path: ObjectPath, info: ObjectInfo | None = None) -> bytes | None:
+    """All bytes of a small object, which is looked up unless `info` is given; None without one.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    info = info or path.store.head(path.key)
+    if info is None:
+        return None
+    try:
+        return bytes(path.store.read(path.key, 0, info.size))
+    except ObjectMissingError:
+        return None
+
+
+def read_json(path: ObjectPath, info: ObjectInfo | None = None) -> dict[str, Any]:
+    """A small object of JSON, see `read_object`; empty if it is missing or damaged.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    try:
+        values = json.loads(read_object(path, info) or b"")
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}

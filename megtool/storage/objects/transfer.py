@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megtool.errors import StorageError
 from megtool.storage.objects.open_objects import (
     FIRST_NUMBER,
+    Buffer,
     MemoryObject,
     ReadableObject,
     as_bytes,
@@ -24,7 +25,6 @@ from megtool.storage.objects.open_objects import (
 from megtool.storage.objects.populate import populate
 
 T = TypeVar("T")
-Buffer = memoryview | NDArray[Any]  # C-contiguous, of any element type
 FileRef = Path | int  # a path, or an open file descriptor
 
 IOV_MAX = 1024  # buffers one preadv may fill

@@ -7,20 +7,17 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megtool.errors import StorageError
-from megtool.storage.location.index import to_status
-from megtool.storage.location.path import StorePath
-from megtool.storage.objects.open_objects import OpenObject, ReadableObject
+from megtool.storage.objects.index import to_status
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.objects.open_objects import Buffer, OpenObject, ReadableObject
 from megtool.storage.objects.part_buffers import PartBuffer, PartBuffers
 from megtool.storage.objects.part_layout import PART_BYTES, CopyRun, Coverage, PartLayout
 from megtool.storage.stores.protocol import ObjectInfo, UploadedPart
-
-if TYPE_CHECKING:
-    from megtool.storage.objects.transfer import Buffer
 
 _STEP = 4 << 20  # bytes of a source read at a time
 
@@ -85,7 +82,7 @@ class ObjectWriter:
 
     def __init__(
         self,
-        path: StorePath,
+        path: ObjectPath,
         layout: PartLayout,
         target: PartTarget,
         buffers: PartBuffers,
@@ -481,7 +478,7 @@ def run_info(run: CopyRun) -> ObjectInfo:
     Raises:
         StorageError: it is gone, or the store refused.
     """
-    from megtool.storage.location.index import store_index
+    from megtool.storage.objects.index import store_index
 
     info = store_index().info(run.source)
     if info is None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from megtool.errors import FormatError, StorageError
-
-if TYPE_CHECKING:
-    from megtool.storage.location.path import StorePath
 
 MIN_PART_BYTES = 5 << 20
 """The least size of a part that is not the last (the limit of S3)."""
@@ -196,31 +192,3 @@ def truncated(
     return FormatError(
         f"truncated: {where}{expected:,} expected", file=file, hint=hint, error_id="truncated-file"
     )
-
-
-def read_object(path: StorePath, info: ObjectInfo | None = None) -> bytes | None:
-    """All bytes of a small object, which is looked up unless `info` is given; None without one.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    info = info or path.store.head(path.key)
-    if info is None:
-        return None
-    try:
-        return bytes(path.store.read(path.key, 0, info.size))
-    except ObjectMissingError:
-        return None
-
-
-def read_json(path: StorePath, info: ObjectInfo | None = None) -> dict[str, Any]:
-    """A small object of JSON, see `read_object`; empty if it is missing or damaged.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    try:
-        values = json.loads(read_object(path, info) or b"")
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -23,7 +23,7 @@ from megtool.staging.store.object_upload import ObjectUpload, upload_object, wri
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.part_buffers import PartBuffers
-from megtool.storage.stores.protocol import read_object
+from megtool.storage.objects.small_object import read_object
 from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration
 
 _OPEN = "open"

@@ -11,9 +11,9 @@ import pytest
 
 from megtool import reshard
 from megtool.errors import DestinationError, MegtoolError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.cache import object_cache
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore
 from megtool.storage.stores.protocol import MIN_PART_BYTES, ObjectInfo

@@ -12,10 +12,10 @@ import pytest
 from megtool.digests.crc32c import crc32c
 from megtool.errors import FormatError
 from megtool.plan.copies import Op
+from megtool.plan.worker_status import WorkerStatus
 from megtool.staging.workers.record import (
     FileSections,
     WorkerRecord,
-    WorkerStatus,
     encode_record,
     parse_record,
 )

@@ -17,9 +17,9 @@ from megtool.console import printing
 from megtool.digests import files as file_digests
 from megtool.errors import DestinationError, FormatError
 from megtool.storage.files import Files
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath, location
 from megtool.storage.lock import LockFile
+from megtool.storage.objects.index import store_index
 from megtool.storage.objects.lease import Lease
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from megtool.cli.app import main
 from megtool.console import Bar
-from megtool.storage.location.index import store_index
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores import connect
 from tests.support.stores.fault_proxy import Action
 

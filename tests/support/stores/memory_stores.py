@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megtool.errors import StorageError
-from megtool.storage.location.index import store_index
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.index import store_index
 from megtool.storage.stores.memory import MemoryStore
 
 URL = "memory://bucket"

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import io
 
-from megtool.storage.files import Files
-from megtool.storage.location.path import StorePath
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.objects.open_objects import open_objects
 
 _LEAST_BYTES = 64 << 10
 
 
 class ObjectFile(io.RawIOBase):
-    """An object, opened for reading at any position."""
+    """An object, opened for reading at any position; also one under construction.
 
-    def __init__(self, path: StorePath) -> None:
-        self._files = Files()
-        self._fd = self._files.open_read(path)
-        self._size = self._files.fstat(self._fd).st_size
+    Raises:
+        StorageError: it is missing, or the store refused.
+    """
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._number = open_objects().open_read(path)
+        self._opened = open_objects()[self._number]
+        self._size = self._opened.status().st_size
         self._position = 0
         self._next, self._ahead = 0, _LEAST_BYTES
+
+    def read_whole(self) -> bytes:
+        """Read all bytes at once."""
+        data = bytearray(self._size)
+        self._opened.read_into((memoryview(data),), 0)
+        return bytes(data)
 
     def readable(self) -> bool:
         """True."""
@@ -47,7 +57,7 @@ class ObjectFile(io.RawIOBase):
         num_bytes = max(0, min(len(buffer), self._ahead, self._size - self._position))
         if num_bytes:
             view = memoryview(buffer).cast("B")[:num_bytes]
-            self._files.pread_into(self._fd, view, self._position)
+            self._opened.read_into((view,), self._position)
             self._position += num_bytes
             self._next = self._position
         return num_bytes
@@ -55,5 +65,5 @@ class ObjectFile(io.RawIOBase):
     def close(self) -> None:
         """Close the file."""
         if not self.closed:
-            self._files.close(self._fd)
+            open_objects().close(self._number)
         super().close()

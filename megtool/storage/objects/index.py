@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from megtool.errors import StorageError
-from megtool.storage.location.path import StorePath
+from megtool.storage.objects.object_path import ObjectPath
 
 if TYPE_CHECKING:
     from megtool.storage.stores.protocol import Listing, ObjectInfo
@@ -46,7 +46,7 @@ def to_status(info: ObjectInfo | None) -> os.stat_result:
     return os.stat_result((*fields, *[modified // 10**9] * 3), names)
 
 
-def lists_all(path: StorePath) -> bool:
+def lists_all(path: ObjectPath) -> bool:
     """Whether a listing tells all that is in a folder; that of a web server may be known names."""
     return path.scheme not in ("http", "https")
 
@@ -59,14 +59,14 @@ class StoreIndex:
     """
 
     def __init__(self) -> None:
-        self._folders: dict[StorePath, dict[str, ObjectInfo | None]] = {}
-        self._single: dict[StorePath, ObjectInfo] = {}
-        self._num_heads: Counter[StorePath] = Counter()
-        self._trees = set[StorePath]()  # folders that are known to any depth
-        self._staged: dict[StorePath, StagedObjects] = {}
+        self._folders: dict[ObjectPath, dict[str, ObjectInfo | None]] = {}
+        self._single: dict[ObjectPath, ObjectInfo] = {}
+        self._num_heads: Counter[ObjectPath] = Counter()
+        self._trees = set[ObjectPath]()  # folders that are known to any depth
+        self._staged: dict[ObjectPath, StagedObjects] = {}
         self._lock = threading.Lock()
 
-    def info(self, path: StorePath) -> ObjectInfo | None:
+    def info(self, path: ObjectPath) -> ObjectInfo | None:
         """The object at a path; None if there is none.
 
         Raises:
@@ -93,7 +93,7 @@ class StoreIndex:
                 self._single[path] = info
         return info
 
-    def stat(self, path: StorePath) -> os.stat_result | None:
+    def stat(self, path: ObjectPath) -> os.stat_result | None:
         """The status of an object or a folder; None if there is neither."""
         if len(path.parts) < 2:
             return to_status(None)
@@ -110,7 +110,7 @@ class StoreIndex:
                 return None
         return to_status(None) if self._list(path) or not path.key else None
 
-    def names(self, path: StorePath) -> list[str]:
+    def names(self, path: ObjectPath) -> list[str]:
         """Names in a folder, sorted.
 
         Raises:
@@ -123,29 +123,29 @@ class StoreIndex:
             raise StorageError("there is nothing below this name", file=path)
         return names
 
-    def stage(self, root: StorePath) -> StagedObjects:
+    def stage(self, root: ObjectPath) -> StagedObjects:
         """Let what is at a path and below it be what a stage says, until `unstage`."""
         staged = StagedObjects(root)
         with self._lock:
             self._staged[root] = staged
         return staged
 
-    def unstage(self, root: StorePath) -> None:
+    def unstage(self, root: ObjectPath) -> None:
         """Ask the store again about a path and what is below it."""
         with self._lock:
             self._staged.pop(root, None)
         self.forget(root)
 
-    def is_staged(self, path: StorePath) -> bool:
+    def is_staged(self, path: ObjectPath) -> bool:
         """Whether a stage of this process says what is at a path."""
         return self._find_staged(path) is not None
 
-    def _find_staged(self, path: StorePath) -> StagedObjects | None:
+    def _find_staged(self, path: ObjectPath) -> StagedObjects | None:
         if not self._staged:
             return None
         return next((s for p in (path, *path.parents) if (s := self._staged.get(p))), None)
 
-    def _list(self, path: StorePath) -> dict[str, ObjectInfo | None]:
+    def _list(self, path: ObjectPath) -> dict[str, ObjectInfo | None]:
         with self._lock:
             if path in self._folders:
                 return self._folders[path]
@@ -155,7 +155,7 @@ class StoreIndex:
             self._folders[path] = entries
         return entries
 
-    def load_tree(self, path: StorePath, *, most: int = MOST_LISTED) -> bool:
+    def load_tree(self, path: ObjectPath, *, most: int = MOST_LISTED) -> bool:
         """List everything below a folder in as few requests as there are thousands of objects.
 
         False, and nothing is remembered, if there are more than `most` objects.
@@ -177,7 +177,7 @@ class StoreIndex:
             self._trees.add(path)
         return True
 
-    def forget(self, path: StorePath) -> None:
+    def forget(self, path: ObjectPath) -> None:
         """Forget what is at a path, below it, and in the folder that it is in."""
         with self._lock:
             for known in [p for p in self._folders if p == path or path in p.parents]:
@@ -193,12 +193,12 @@ class StoreIndex:
 class StagedObjects:
     """Objects of a checkpoint under construction, whatever the store has of them already."""
 
-    def __init__(self, root: StorePath) -> None:
+    def __init__(self, root: ObjectPath) -> None:
         self.root = root
-        self.objects: dict[StorePath, ObjectInfo] = {}
-        self.folders: dict[StorePath, set[str]] = {}
+        self.objects: dict[ObjectPath, ObjectInfo] = {}
+        self.folders: dict[ObjectPath, set[str]] = {}
 
-    def set(self, path: StorePath, info: ObjectInfo) -> None:
+    def set(self, path: ObjectPath, info: ObjectInfo) -> None:
         """Add or replace an object."""
         self.objects[path] = info
         while path != self.root:
@@ -215,7 +215,9 @@ def _by_name(listing: Listing) -> dict[str, ObjectInfo | None]:
     return out
 
 
-def _by_folder(root: StorePath, listing: Listing) -> dict[StorePath, dict[str, ObjectInfo | None]]:
+def _by_folder(
+    root: ObjectPath, listing: Listing
+) -> dict[ObjectPath, dict[str, ObjectInfo | None]]:
     """What is in each folder below a folder, and in itself, from a listing of any depth."""
     by_key: dict[str, dict[str, ObjectInfo | None]] = {root.key: {}}
     for info in listing.objects:
