@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import shutil
@@ -26,6 +25,7 @@ from megtool.console import (
 )
 from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
+from megtool.options.field import find_option, option_fields, replace_options
 from megtool.options.groups import ReportOptions
 from megtool.report.sections import Report, finite_json
 
@@ -63,8 +63,9 @@ def follow_launcher(options: Any) -> Any:
     In Python a call does the whole work unless it names a worker: a script that torchrun started
     may call it in one process only.
     """
-    if getattr(options, "worker", "") is None:
-        return dataclasses.replace(options, worker="auto")
+    has_worker = any(entry.name == "worker" for entry in option_fields(type(options)))
+    if has_worker and find_option(options, "worker") is None:
+        return replace_options(options, worker="auto")
     return options
 
 

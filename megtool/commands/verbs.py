@@ -65,12 +65,14 @@ class Verb:
             MissingPackageError: a package is missing that --report needs.
             StorageError: a system call failed that no other error describes.
         """
+        from megtool.options.field import find_option
+
         function = self.function
         accepted = inspect.signature(function).parameters
         keywords = {k: v for k, v in callbacks.items() if k != "progress" or k in accepted}
         try:
             _check_places(options)
-            page = getattr(options, "report", None)
+            page = find_option(options, "report")
             if page is not None:
                 load("megtool.report.html:check_page_packages")()
                 load("megtool.staging.destination.check:check_file")(page, page.parent)
@@ -108,7 +110,9 @@ def _check_places(options: Any) -> None:
 
 def _with_adapters(report: Any, options: Any) -> Any:
     """The report, with a note of the adapters in the weights if it does not say so itself."""
-    adapters = getattr(options, "adapter", ())
+    from megtool.options.field import find_option
+
+    adapters = find_option(options, "adapter")
     if not adapters or hasattr(report, "merges") or hasattr(report, "adapters"):
         return report
     note = f"merged into the weights: {', '.join(map(str, adapters))}"

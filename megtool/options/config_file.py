@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megtool.errors import FormatError, StorageError, UsageError
-from megtool.options.field import convert_value, flag, option_fields
+from megtool.options.field import convert_value, flag, nest_options, option_fields
 from megtool.storage.location.path import location
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def build_options(cls: type[T], given: Mapping[str, Any], config: str | Path | N
         first = missing[0]
         what = first.spec.metavar if first.spec.is_argument else first.flag
         raise UsageError(f"{what} is missing", hint=first.spec.help)
-    return cls(**values | known)
+    return nest_options(cls, values | known)
 
 
 def read_options(cls: type[Any], path: str | Path) -> dict[str, Any]:

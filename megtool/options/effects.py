@@ -30,7 +30,7 @@ def requires(name: str, hint: str) -> OptionCondition:
 def is_set(options: Any, name: str) -> bool:
     """Whether an option differs from its default."""
     entry = next(e for e in option_fields(type(options)) if e.name == name)
-    return entry.is_set(getattr(options, name))
+    return entry.is_set(entry.value(options))
 
 
 def check_effects(
@@ -44,11 +44,7 @@ def check_effects(
     Raises:
         UsageError: an option could have no effect; the message names all with the same reason.
     """
-    given = [
-        entry
-        for entry in option_fields(type(options))
-        if entry.is_set(getattr(options, entry.name))
-    ]
+    given = [entry for entry in option_fields(type(options)) if entry.is_set(entry.value(options))]
     conditions = dict.fromkeys((*order, *(c for entry in given for c in entry.spec.needs)))
     unmet: dict[tuple[str, str], list[OptionField]] = {}
     for condition in conditions:

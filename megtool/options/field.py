@@ -1,7 +1,8 @@
 """Dataclass fields that are options: flags, help, range, and what they need to have an effect.
 
-A verb's options are one frozen dataclass, combined by inheritance of shared groups. The command
-line, YAML files, the Python API and the reference page are all made from its fields.
+A verb's options are one frozen dataclass. A field of it may itself be a group of options, which
+the engine takes as it is. The command line, YAML files, the Python API and the reference page know
+nothing of groups: there the options of all groups stand side by side, by their fields' names.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megtool.errors import UsageError
 from megtool.storage.location.path import location
+
+T = TypeVar("T")
 
 REQUIRED: Any = MISSING
 """The default of an option that has to be given."""
@@ -114,15 +117,30 @@ def argument(text: str, metavar: str, default: Any = REQUIRED, *, is_written: bo
     return dataclasses.field(default=default, metadata={"option": spec})
 
 
+def group(kind: type[Any]) -> Any:
+    """A field that is a group of options; unless one is given it has the defaults of `kind`."""
+    return dataclasses.field(default_factory=kind, metadata={"group": kind})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionField:
-    """One option of a dataclass: its name, its type without None, its default and its spec."""
+    """One option of a dataclass: its name, its type without None, its default and its spec.
+
+    `path` has the fields of the groups that it is in, the outermost first.
+    """
 
     name: str
     hint: Any
     is_optional: bool
     default: Any
     spec: OptionSpec
+    path: tuple[str, ...] = ()
+
+    def value(self, options: Any) -> Any:
+        """Return what `options` have for this option."""
+        for name in self.path:
+            options = getattr(options, name)
+        return getattr(options, self.name)
 
     @property
     def flag(self) -> str:
@@ -168,9 +186,9 @@ def flag(name: str) -> str:
 class Options:
     """The base of option dataclasses: values are converted and checked when one is built.
 
-    None stands for the default. `not_offered` names inherited fields that the verb does not take,
-    `extra_needs` those that need more to have an effect here, `rivals` groups of fields of which
-    one given on the command line overrides all in a file.
+    None stands for the default. `not_offered` names options of a base or group that the verb does
+    not take, `extra_needs` those that need more to have an effect here, `rivals` sets of options of
+    which one given on the command line overrides all in a file.
 
     Raises:
         UsageError: a value is of the wrong type or out of its range.
@@ -182,6 +200,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for entry in all_fields(type(self)):
+            if entry.path:
+                continue
             value = getattr(self, entry.name)
             if value is None and not entry.is_optional:
                 value = entry.default
@@ -193,8 +213,11 @@ class Options:
 
 
 def all_fields(cls: type[Any]) -> tuple[OptionField, ...]:
-    """The fields of a dataclass that are options, offered or not, in the order they are shown:
-    arguments first, a class's fields before its groups', groups from left to right."""
+    """Return the options of a dataclass and its groups, offered or not, in the order of help.
+
+    Arguments come first. A group stands where it is declared; a class's own fields come before
+    those of its bases, bases from left to right.
+    """
     if cls not in _FIELDS:
         _FIELDS[cls] = _collect_fields(cls)
     return _FIELDS[cls]
@@ -205,28 +228,38 @@ _FIELDS: dict[type[Any], tuple[OptionField, ...]] = {}
 
 def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     hints = get_type_hints(cls)
-    by_name = {f.name: f for f in dataclasses.fields(cls) if "option" in f.metadata}
-    entries = []
+    declared = {f.name: f for f in dataclasses.fields(cls)}
+    entries: list[OptionField] = []
     for name in dict.fromkeys(_names(cls)):
-        if name in by_name:
+        metadata = declared[name].metadata if name in declared else {}
+        if "option" in metadata:
             hint, is_optional = _without_none(hints[name])
             entries.append(
                 OptionField(
                     name=name,
                     hint=hint,
                     is_optional=is_optional,
-                    default=by_name[name].default,
-                    spec=_full_spec(cls, by_name[name]),
+                    default=declared[name].default,
+                    spec=metadata["option"],
                 )
             )
+        elif "group" in metadata:
+            grouped = all_fields(metadata["group"])
+            entries += [dataclasses.replace(e, path=(name, *e.path)) for e in grouped]
+    names = [entry.name for entry in entries]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise TypeError(f"{cls.__name__} has the option {min(twice)} twice")
+    entries = [_with_extra_needs(cls, entry) for entry in entries]
     return tuple(sorted(entries, key=lambda e: not e.spec.is_argument))
 
 
-def _full_spec(cls: type[Any], declared: dataclasses.Field[Any]) -> OptionSpec:
-    spec: OptionSpec = declared.metadata["option"]
+def _with_extra_needs(cls: type[Any], entry: OptionField) -> OptionField:
     extra: Mapping[OptionCondition, tuple[str, ...]] = getattr(cls, "extra_needs", {})
-    needs = tuple(condition for condition, names in extra.items() if declared.name in names)
-    return dataclasses.replace(spec, needs=spec.needs + needs) if needs else spec
+    needs = tuple(condition for condition, names in extra.items() if entry.name in names)
+    if not needs:
+        return entry
+    spec = dataclasses.replace(entry.spec, needs=entry.spec.needs + needs)
+    return dataclasses.replace(entry, spec=spec)
 
 
 def option_fields(cls: type[Any]) -> tuple[OptionField, ...]:
@@ -235,15 +268,52 @@ def option_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     return tuple(e for e in all_fields(cls) if e.name not in hidden)
 
 
+def nest_options(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Make options from values by the names of options, whatever group these are in."""
+    keywords, by_group = _split_by_group(cls, values)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if "group" in field.metadata:
+            inner = by_group.get(field.name, {})
+            keywords[field.name] = nest_options(field.metadata["group"], inner)
+    return cls(**keywords)
+
+
+def replace_options(options: T, **values: Any) -> T:
+    """Return `options` with other values of those named, whatever group these are in."""
+    keywords, by_group = _split_by_group(type(options), values)
+    for name, inner in by_group.items():
+        keywords[name] = replace_options(getattr(options, name), **inner)
+    return dataclasses.replace(options, **keywords)  # type: ignore[type-var]
+
+
+def _split_by_group(
+    cls: type[Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Split values into those of the class's own fields and those of each of its groups."""
+    own: dict[str, Any] = {}
+    by_group: dict[str, dict[str, Any]] = {}
+    for entry in all_fields(cls):
+        if entry.name in values:
+            part = by_group.setdefault(entry.path[0], {}) if entry.path else own
+            part[entry.name] = values[entry.name]
+    return own, by_group
+
+
+def find_option(options: Any, name: str) -> Any:
+    """Return the value of the option `name`, in whatever group it is; None if there is none."""
+    values = (e.value(options) for e in all_fields(type(options)) if e.name == name)
+    return next(values, None)
+
+
 def written_locations(options: Any) -> tuple[Path, ...]:
     """The locations of a verb's options where something is written, arguments first."""
-    values = (getattr(options, e.name) for e in all_fields(type(options)) if e.spec.is_written)
+    values = (e.value(options) for e in all_fields(type(options)) if e.spec.is_written)
     return tuple(value for value in values if value is not None)
 
 
 def read_locations(options: Any) -> tuple[str | Path, ...]:
     """What a verb's options name otherwise: paths, and texts that may be some."""
-    values = (getattr(options, e.name) for e in all_fields(type(options)) if not e.spec.is_written)
+    values = (e.value(options) for e in all_fields(type(options)) if not e.spec.is_written)
     flat = (x for value in values for x in (value if isinstance(value, tuple) else (value,)))
     return tuple(x for x in flat if isinstance(x, str | Path))
 
@@ -318,8 +388,3 @@ def _in_range(entry: OptionField, number: float, name: str, file: str | Path | N
     if entry.spec.minimum is not None and number < entry.spec.minimum:
         raise UsageError(f"{name} is {number}", file=file, hint=f"{entry.spec.minimum:g} or more")
     return number
-
-
-def flags_of(cls: type[Any]) -> Mapping[str, str]:
-    """The flag of every option by its name."""
-    return {entry.name: entry.flag for entry in all_fields(cls)}

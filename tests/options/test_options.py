@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -17,7 +17,16 @@ from megtool.commands.verbs import VERBS, Verb
 from megtool.errors import FormatError, UsageError
 from megtool.options.config_file import build_options, read_options
 from megtool.options.effects import check_effects, requires
-from megtool.options.field import OptionCondition, Options, all_fields, option, option_fields
+from megtool.options.field import (
+    OptionCondition,
+    Options,
+    all_fields,
+    find_option,
+    group,
+    option,
+    option_fields,
+    replace_options,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +174,78 @@ def test_verbs_refuse_options_without_effect(options: Options, message: str) -> 
         check_effects(options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fuel(Options):
+    litres: int = option("Fuel", "Litres.", 10, minimum=1)
+    tanks: tuple[Path, ...] = option("Fuel", "Tanks.", (), is_written=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongHaulFuel(Fuel):
+    litres: int = option("Fuel", "Litres.", 90, minimum=50)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines(Options):
+    fuel: Fuel = group(LongHaulFuel)
+    engines: int = option("Engines", "Number.", 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongHaul(Flight):
+    engines: Engines = group(Engines)
+    has_bar: bool = option("Air", "Bar.", False, needs=(requires("engines", "--engines N"),))
+
+    extra_needs: ClassVar = {requires("height", "--height M"): ("litres",)}
+
+
+def test_options_of_groups_stand_beside_the_others(tmp_path: Path) -> None:
+    names = [entry.name for entry in option_fields(LongHaul)]
+    assert names[:5] == ["litres", "tanks", "engines", "has_bar", "height"]
+    file = tmp_path / "o.yaml"
+    file.write_text("litres: 60\nengines: 4\n")
+    options = build_options(LongHaul, {"litres": 70, "tanks": ["a"], "height": 9}, file)
+    assert (options.height, options.engines.engines, options.engines.fuel.litres) == (9, 4, 70)
+    assert type(options.engines.fuel) is LongHaulFuel
+    assert find_option(options, "litres") == 70
+    assert find_option(options, "wheels") is None
+    assert [e.name for e in option_fields(LongHaul) if e.path == ("engines", "fuel")] == names[:2]
+    assert LongHaul().engines.fuel.litres == 90
+    with pytest.raises(UsageError, match="--litres is 5"):
+        build_options(LongHaul, {"litres": 5})
+
+
+def test_one_option_of_a_group_is_replaced() -> None:
+    options = build_options(LongHaul, {"litres": 70, "engines": 3})
+    other = replace_options(options, litres=80, mode="fast")
+    assert (other.engines.fuel.litres, other.engines.engines, other.mode) == (80, 3, "fast")
+    assert options.engines.fuel.litres == 70
+
+
+def test_options_of_groups_have_conditions_of_the_verb() -> None:
+    check_effects(build_options(LongHaul, {"litres": 70, "height": 9}))
+    with pytest.raises(UsageError, match="--litres has no effect without --height"):
+        check_effects(build_options(LongHaul, {"litres": 70}))
+    with pytest.raises(UsageError, match="--has-bar has no effect without --engines"):
+        check_effects(build_options(LongHaul, {"has_bar": True}))
+
+
+def test_an_option_stands_in_one_group() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(Options):
+        litres: int = option("Fuel", "Litres.", 1)
+        fuel: Fuel = group(Fuel)
+
+    with pytest.raises(TypeError, match="Twice has the option litres twice"):
+        all_fields(Twice)
+
+
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.api)
 def test_every_option_is_declared_in_full(verb: Verb) -> None:
-    names = {f.name for f in fields(verb.options)}
-    assert names == {entry.name for entry in all_fields(verb.options)}
+    groups = {f.name for f in fields(verb.options) if "group" in f.metadata}
+    names = {f.name for f in fields(verb.options)} - groups
+    assert names == {entry.name for entry in all_fields(verb.options) if not entry.path}
+    assert groups == {entry.path[0] for entry in all_fields(verb.options) if entry.path}
     for entry in option_fields(verb.options):
         assert entry.spec.panel
         assert entry.spec.help.endswith(".")
