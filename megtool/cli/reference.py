@@ -121,9 +121,10 @@ def render_api_stub() -> str:
     standard = [m for m in sorted(imports) if not m.startswith("megtool")]
     for module in standard:
         lines += _import_lines(module, imports[module])
-    lines += ["", *_ACCESS]
-    for module in sorted(set(imports) - set(standard)):
-        lines += _import_lines(module, imports[module])
+    own = {m: _import_lines(m, names) for m, names in imports.items() if m not in standard}
+    for line in _ACCESS:
+        own.setdefault(line.split()[1], []).append(line)
+    lines += ["", *(line for module in sorted(own) for line in own[module])]
     lines += ["", "__version__: str", ""]
     for function in functions:
         lines += function.lines
