@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.forward import Forward
-from megtool.kernels.graphs.cuda_graphs import CudaGraphs, Function
-from megtool.kernels.graphs.rule_checker import graphed
+from megtool.kernels.graphs import cuda_graphs
 from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import ContiguousCache
 from megtool.model.cache.paged import BlockTables, PagedCache
@@ -29,9 +28,9 @@ class ReplayedForward:
     That it failed is logged, once: the result is the same, and slower.
     """
 
-    def __init__(self, function: Function, graphs: CudaGraphs) -> None:
+    def __init__(self, function: cuda_graphs.Function, graphs: cuda_graphs.CudaGraphs) -> None:
         self._function = function
-        self._graphs: CudaGraphs | None = graphs
+        self._graphs: cuda_graphs.CudaGraphs | None = graphs
         self.num_replays = 0
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -52,14 +51,11 @@ class ReplayedForward:
 
 
 class GraphedStep:
-    """One more token for all rows of a graphable cache, which has `SPARE_SLOTS` more than needed.
-
-    On a CPU the rules of graphs are rehearsed, which is for tests: it is slower than no graph.
-    """
+    """One more token for all rows of a graphable cache, with `SPARE_SLOTS` more than needed."""
 
     def __init__(self, forward: Forward, cache: ContiguousCache) -> None:
         self._forward, self._cache = forward, cache
-        graphs = graphed(self._step, forward.device, state=cache.state, copies=False)
+        graphs = cuda_graphs.CudaGraphs(self._step, state=cache.state, copies=False)
         self._replayed = ReplayedForward(self._step, graphs)
 
     @property
@@ -91,7 +87,7 @@ class GraphedBlockStep:
 
     def __init__(self, forward: Forward, cache: PagedCache) -> None:
         self._forward, self._cache = forward, cache
-        graphs = graphed(self._step, forward.device, state=cache.states.tensors, copies=False)
+        graphs = cuda_graphs.CudaGraphs(self._step, state=cache.states.tensors, copies=False)
         self._replayed = ReplayedForward(self._step, graphs)
 
     @property
@@ -138,7 +134,7 @@ class GraphedHidden:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self._replayed = ReplayedForward(
-            self._hidden, graphed(self._hidden, forward.device, copies=False)
+            self._hidden, cuda_graphs.CudaGraphs(self._hidden, copies=False)
         )
 
     @property

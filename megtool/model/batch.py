@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels.graphs.cuda_graphs import is_checking_graph_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +144,7 @@ def _ends(values: Tensor | Sequence[int]) -> tuple[int, int] | None:
     """The smallest and the largest; None where there is none, or where it cannot be seen."""
     if not isinstance(values, Tensor):
         return (min(values), max(values)) if len(values) else None
-    if values.device.type != "cpu" or is_checking_graph_rules.get() or not values.numel():
+    if not values.is_cpu or not values.numel():
         return None
     low, high = values.aminmax()
     return int(low), int(high)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
-from megtool.kernels.graphs.graphed_passes import GraphedPass, graphed_pass
-from megtool.kernels.graphs.rule_checker import graphed
+from megtool.kernels.graphs import cuda_graphs, graphed_passes
+from megtool.kernels.graphs.graphed_passes import GraphedPass
 from megtool.model.batch import Batch
 from megtool.model.layers.dropout import draw_seed, seeded_by
 from megtool.model.stacks.decoder import Decoder
@@ -38,11 +38,10 @@ class GraphedSchedule(PipelineSchedule):
     padded rows have `counted_BS`. Dropout is seeded for each pass by a tensor, with the number that
     the pass would draw without a graph. A batch of another shape runs without a graph, and so do
     all batches until `is_steady` is true. Between `Optimizer.zero_grad` and `Optimizer.finish` all
-    micro batches have the same set of tensors: a graph is captured before gradients are summed. On
-    a CPU the rules of graphs are checked by emulation, for tests.
+    micro batches have the same set of tensors: a graph is captured before gradients are summed.
 
     Raises (by `step`):
-        GraphRuleError: the passes cannot be captured; the emulation names the operation.
+        GraphRuleError: the passes cannot be captured.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class GraphedSchedule(PipelineSchedule):
             optimizer.zero_grad()
             forget_passes()
 
-        self._graphs = graphed(self._forward_backward, device, undo=undo)
+        self._graphs = cuda_graphs.CudaGraphs(self._forward_backward, undo=undo)
         self.num_replays = 0
 
     @property
@@ -236,8 +235,9 @@ class GraphedLink(StageLink):
             decoder.rotary.forget()
             return out
 
-        device, undo = decoder.groups.device, self._undo
-        pairs = [graphed_pass(run, inputs, device, undo=undo) for _ in range(self._num_pairs)]
+        pairs = [
+            graphed_passes.GraphedPass(run, inputs, undo=self._undo) for _ in range(self._num_pairs)
+        ]
         if decoder.groups.rank == 0:
             _LOG.info("micro batches of %d x %d tokens run as CUDA graphs", *self._shape)
         return pairs

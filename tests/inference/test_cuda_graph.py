@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.spec.model_config import ModelConfig
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.models.tiny_decoder import SIZES, make_decoder, random_batch
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 48}
@@ -26,6 +28,12 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "experts": (EXPERTS, True),
     "experts of 50": (EXPERTS | {"moe_ffn_hidden_size": 50}, False),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu() -> Iterator[None]:
+    with check_graphs():
+        yield
 
 
 def forward_of(name: str) -> Forward:

@@ -27,6 +27,7 @@ from megtool.train.model.build import load_for_training
 from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import make_lr_schedule, make_optimizer, plan_run
+from tests.support.emulated.graph_rules import check_graphs as check_graph_rules
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model
 from tests.support.runs.numbered_data import LENGTH, Numbers
@@ -128,7 +129,7 @@ def curve(
     lines: list[dict[str, Any]] = []
     write = mine.log.write
     object.__setattr__(mine.log, "write", lambda line: (lines.append(line), write(line)))
-    with mine.log:
+    with mine.log, check_graph_rules(groups.device):
         train(mine, TrainState())
     keys = ("loss", "grad_norm", "loss_scale", "skipped")
     return [tuple(repr(x.get(key)) for key in keys) for x in lines]  # NaN is unlike itself
@@ -245,11 +246,14 @@ def schedules(
     for how in ("none", "local"):
         mine = job(model, folder / how, ProcessGroups.alone(device), **options)
         numbers: dict[str, Any] = {"num_microbatches": mine.plan.num_microbatches}
-        schedule = (
-            PipelineSchedule(mine.stages, scale=mine.optimizer.scale_loss, **numbers)
-            if how == "none"
-            else GraphedSchedule(mine.stages, mine.optimizer, shape=(2, LENGTH), **numbers)
-        )
+        schedule: PipelineSchedule
+        if how == "none":
+            schedule = PipelineSchedule(mine.stages, scale=mine.optimizer.scale_loss, **numbers)
+        else:
+            with check_graph_rules(device):
+                schedule = GraphedSchedule(
+                    mine.stages, mine.optimizer, shape=(2, LENGTH), **numbers
+                )
         made.append((mine, schedule))
     return made
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megtool.kernels.graphs.cuda_graphs import is_checking_graph_rules
-
 
 class ScoreBias(Protocol):
     """What is added to attention scores, computed for a part of all pairs at a time."""
@@ -279,7 +277,7 @@ class Mask:
             if not self.is_causal:
                 return 0, num_keys, 0, num_keys if self.valid_BL is None else 0
             return 0, sizes.offset + rows.stop, 0, sizes.offset + rows.start + 1
-        if self.first_BS.device.type != "cpu" or is_checking_graph_rules.get():
+        if not self.first_BS.is_cpu:
             stop = num_keys if self.start is None else self.start + rows.stop
             return 0, min(stop, num_keys), 0, 0
         if (key := (rows.start, rows.stop)) not in self._reach:

@@ -1,9 +1,9 @@
 """CUDA graphs of a function, one per input shape, sharing one pool of memory.
 
 A captured graph repeats device work on fixed addresses: the same kernels with the same numbers on
-the same storages. `CudaGraphs` captures on a GPU; `GraphRuleChecker` has the same interface and
-checks those rules where there is none. The function takes tensors (or None) and returns tensors in
-any nest of tuples, lists and dicts.
+the same storages. The function takes tensors (or None) and returns tensors in any nest of tuples,
+lists and dicts. Callers look `CudaGraphs` up in this module for each use: on a CPU, tests put a
+checker of those rules in its place, for which a tensor is not `is_cpu`.
 
 What a caller has to know: a function runs `warmups` times before it is captured, so that writes to
 a cache have to be repeatable; name what is not (a counter that advances) in `state`, which is put
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +26,6 @@ from megtool.kernels.dispatch import chosen
 
 Function = Callable[..., Any]
 Input = Tensor | None
-is_checking_graph_rules: ContextVar[bool] = ContextVar("is_checking_graph_rules", default=False)
-"""A rehearsal watches the calls made now: they must not look into tensors, even on a CPU."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,12 +81,17 @@ class CudaGraphs:
             self.captured[key] = self._capture(inputs)
         return self._replay(self.captured[key], inputs)
 
+    @staticmethod
+    def can_capture(device: torch.device) -> bool:
+        """Return whether work on the device can be captured."""
+        return device.type == "cuda"
+
     def _make_pool(self) -> Any:
         """A memory pool that all graphs of this object allocate from."""
         if not torch.cuda.is_available():
             raise MissingPackageError(
                 "CUDA graphs need a CUDA device, and there is none",
-                hint="use megtool.kernels.graphs.rule_checker.graphed, which only checks the rules",
+                hint="run the function itself, without graphs",
                 error_id="missing-device",
             )
         return torch.cuda.graph_pool_handle()
@@ -131,7 +133,7 @@ class CudaGraphs:
                 raise first from None
             raise GraphRuleError(
                 f"the function cannot be captured: {str(first).strip().splitlines()[0]}",
-                hint="megtool.kernels.graphs.rule_checker names the operation",
+                hint="GraphRuleChecker of megtool's tests names the operation",
             ) from error
         finally:
             self._put_back(before)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.layer_streaming import find_streamer
-from megtool.kernels.graphs.cuda_graphs import CudaGraphs, Function
-from megtool.kernels.graphs.rule_checker import graphed
+from megtool.kernels.graphs import cuda_graphs
 from megtool.model.batch import Batch
 from megtool.model.forward_context import ForwardContext
 from megtool.model.moe.experts import MoeMlp
@@ -30,17 +29,14 @@ MIN_GRAPH_REPEATS = 8
 
 
 class LayerRunner:
-    """Runs the layers of a stage. `emulate_graphs` emulates CUDA graphs on a CPU, for tests."""
+    """Runs the layers of a stage."""
 
-    def __init__(
-        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], *, emulate_graphs: bool = False
-    ) -> None:
+    def __init__(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> None:
         self.decoder, self.device = decoder, decoder.groups.device
         self.micro_batches = [move_to_device(p, self.device) for p in micro_batches]
         self.num_replays = 0
         self._frames: dict[tuple[int, ...], ForwardContext] = {}
         self._keeps_frames = decoder.config.has_side_inputs
-        self._allows_graphs = self.device.type == "cuda" or emulate_graphs
         self._pool: object = None
         self._streamer = find_streamer(decoder)
         if self._streamer is not None:
@@ -107,7 +103,9 @@ class LayerRunner:
         None if graphs cannot be used: on a CPU, or if a pass synchronizes with the host.
         Collectives of a tp group are parts of the graphs, which its ranks replay together.
         """
-        if not (self._allows_graphs and graphable) or self._keeps_frames:
+        if not graphable or self._keeps_frames:
+            return None
+        if not cuda_graphs.CudaGraphs.can_capture(self.device):
             return None
         if self.decoder.groups.cp.size > 1:  # ranks send each other keys and values in turn
             return None
@@ -121,12 +119,12 @@ class LayerRunner:
         often = {s for s, n in shapes.items() if n >= MIN_GRAPH_REPEATS}
         return GraphedLayer(self, layer, often, state) if often else None
 
-    def graphs(self, function: Function, state: Sequence[Tensor]) -> CudaGraphs:
+    def graphs(
+        self, function: cuda_graphs.Function, state: Sequence[Tensor]
+    ) -> cuda_graphs.CudaGraphs:
         """Make CUDA graphs of a function; all share one memory pool."""
-        options = {} if self._pool is None else {"pool": self._pool}
-        captured = graphed(function, self.device, state=state, copies=True, **options)
-        if self.device.type == "cuda":
-            self._pool = captured.pool
+        captured = cuda_graphs.CudaGraphs(function, pool=self._pool, state=state)
+        self._pool = captured.pool
         return captured
 
     def _frame(self, number: int) -> ForwardContext:
@@ -155,7 +153,7 @@ class GraphedLayer:
     ) -> None:
         self._layers, self._layer, self._state = layers, layer, list(state)
         self._shapes = shapes
-        self._graphs: dict[tuple[int, int], CudaGraphs] = {}
+        self._graphs: dict[tuple[int, int], cuda_graphs.CudaGraphs] = {}
 
     def __call__(self, number: int, x_TH: Tensor) -> Tensor:
         """Run the layer on a micro-batch."""

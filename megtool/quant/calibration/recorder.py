@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CalibrationError, UsageError
-from megtool.kernels.graphs.cuda_graphs import is_checking_graph_rules
 from megtool.model.batch import Batch
 from megtool.model.moe.experts import MoeMlp
 from megtool.model.stacks.decoder import Decoder
@@ -69,7 +68,6 @@ class ActivationRecorder:
         self._moe: MoeMlp | None = None
         self._labels: dict[int, Tensor] = {}
         self._labels_T: Tensor | None = None
-        self._on_host = self.groups.device.type == "cpu"
 
     @property
     def state(self) -> list[Tensor]:
@@ -236,7 +234,7 @@ class ActivationRecorder:
         statistics, columns = w.statistics, w.place.columns
         if statistics is None:
             return
-        if not self._on_host or is_checking_graph_rules.get():
+        if not x_TW.is_cpu:
             full = (
                 gather_columns(x_TW, columns)
                 if self._needs_all_columns(statistics, columns)
@@ -259,9 +257,8 @@ class ActivationRecorder:
             statistics.bad_row.fill_(min(sample, int(statistics.bad_row)))
 
     def _is_padded(self, labels_T: Tensor) -> bool:
-        """Whether some rows are padding; checked on a CPU only."""
-        is_quick = self._on_host and not is_checking_graph_rules.get()
-        return is_quick and bool((labels_T < 0).any())
+        """Return whether some rows are padding; looked at on a CPU only."""
+        return labels_T.is_cpu and bool((labels_T < 0).any())
 
     @staticmethod
     def _needs_all_columns(statistics: RunningStatistics, columns: Group) -> bool:

@@ -43,7 +43,6 @@ class RowRecorder(ActivationRecorder):
         self._stage, self._owners, self._read = stage, owners, read
         self._rows: dict[str, list[Tensor]] = defaultdict(list)
         self._bad: dict[str, int] = {}
-        self._on_host = True  # rows of padding are left out at once, also on a GPU
 
     @property
     def is_graphable(self) -> bool:
@@ -52,6 +51,9 @@ class RowRecorder(ActivationRecorder):
 
     def _make_statistics(self, site: ActivationSite, place: HookLocation) -> RunningStatistics:
         return RunningStatistics(1, self.groups.device)  # marks that this rank sees the site
+
+    def _is_padded(self, labels_T: Tensor) -> bool:
+        return bool((labels_T < 0).any())  # left out at once, also on a GPU
 
     def _add_rows(self, w: WatchedSite, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
         if padded:

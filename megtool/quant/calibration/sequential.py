@@ -97,9 +97,7 @@ class CalibrationRun:
         if begin == self.num_units:
             return self.results
         decoder = self.settings.load(self.source, self.ranks.groups)
-        layers = LayerRunner(
-            decoder, self.micro_batches, emulate_graphs=self.settings.emulate_graphs
-        )
+        layers = LayerRunner(decoder, self.micro_batches)
         activations, *more = (
             Activations(
                 [p.num_tokens for p in self.micro_batches],

@@ -64,7 +64,6 @@ class CalibrationSettings(CalibrationRuntime):
         policy: how experts without data are handled (see `expert_coverage`).
         route_all: experts see all tokens.
         spills: keep activations between layers in `resume_folder` instead of memory.
-        emulate_graphs: emulate CUDA graphs on a CPU, for tests.
         solver: solves units by itself (None: by statistics, which the result then has).
     """
 
@@ -72,5 +71,4 @@ class CalibrationSettings(CalibrationRuntime):
     policy: str = "share"
     route_all: bool = False
     spills: bool = False
-    emulate_graphs: bool = False
     solver: UnitSolver | None = None

@@ -17,6 +17,7 @@ from megtool.inference.runtime import load_forward, on_ranks
 from megtool.inference.windows import TokenDocument, num_counted, windows
 from megtool.options.groups import RuntimeOptions
 from megtool.source.open import open_decoder
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises
 from tests.support.models import tiny_text
 
@@ -87,7 +88,8 @@ def test_losses_are_those_of_transformers(
         forward = load_forward(runnable, manner, groups, silent)
         how: dict[str, Any] = {"window": window, "stride": stride, "batch_size": rows}
         score = evaluate(forward, documents(), **how, counted=seen.append)
-        rehearsed = evaluate(forward, documents(), **how, graphed=True)
+        with check_graphs():
+            rehearsed = evaluate(forward, documents(), **how, graphed=True)
     loss, hits = theirs(folder, window, stride)
     assert score.num_tokens == num_counted(documents()) == sum(seen) == 89 + 1 + 10
     assert score.loss_sum == pytest.approx(loss, rel=1e-6)

@@ -19,6 +19,7 @@ from megtool.inference.generation.sampling import Sampling
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.options.groups import RuntimeOptions
 from megtool.source.open import open_decoder
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises
 from tests.support.models import tiny_text
 
@@ -65,15 +66,16 @@ def run(model: tuple[Forward, Tokenizer], new: int = 20, **options: Any) -> list
     forward, tokenizer = model
     callbacks = {name: options.pop(name) for name in ("on_text", "meter") if name in options}
     fields = {"graphed": False, "eos_ids": frozenset(tokenizer.eos_ids)} | options
-    return list(
-        generate(
-            forward,
-            requests(tokenizer, new),
-            DecodingOptions(**fields),
-            new_detokenizer=tokenizer.stream,
-            **callbacks,
+    with check_graphs(forward.device):
+        return list(
+            generate(
+                forward,
+                requests(tokenizer, new),
+                DecodingOptions(**fields),
+                new_detokenizer=tokenizer.stream,
+                **callbacks,
+            )
         )
-    )
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 16])

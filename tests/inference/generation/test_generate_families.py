@@ -14,6 +14,7 @@ from megtool.inference.generation.generate import DecodingOptions, generate
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.options.groups import RuntimeOptions
 from megtool.source.open import open_decoder
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.models.moe_cases import V4
 from tests.support.models.tiny_model import fill_tables
 
@@ -116,10 +117,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         for slots, graphed, chunk in WAYS:
-            found = generate(
-                forward,
-                requests,
-                DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk),
-                new_detokenizer=Silent,
-            )
+            options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
+            with check_graphs():
+                found = list(generate(forward, requests, options, new_detokenizer=Silent))
             assert [one.ids for one in found] == expected, (slots, graphed, chunk)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megtool.errors import GraphRuleError, MissingPackageError, UsageError
 from megtool.kernels.dispatch import use
 from megtool.kernels.experts.grouped_gemm import grouped_linear, permute, unpermute
-from megtool.kernels.graphs import rule_checker as graph_rule_checker
 from megtool.kernels.graphs.cuda_graphs import CudaGraphs
-from megtool.kernels.graphs.rule_checker import GraphRuleChecker, graphed
 from megtool.kernels.vocabulary.cross_entropy import linear_cross_entropy
+from tests.support.emulated import graph_rules
+from tests.support.emulated.graph_rules import GraphRuleChecker, graphed
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world
 
@@ -278,7 +278,7 @@ def sums_of_ranks(rank: int, size: int) -> list[str]:
         except GraphRuleError as error:  # go on: the other rank does
             said.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_rule_checker, "PATIENCE_S", 0.1)
+        patch.setattr(graph_rules, "PATIENCE_S", 0.1)
         with pytest.raises(GraphRuleError) as caught:
             GraphRuleChecker(keep)(torch.ones(64))
     return [*said, str(caught.value)]

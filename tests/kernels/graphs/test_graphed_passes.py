@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megtool.errors import GraphRuleError
-from megtool.kernels.graphs.graphed_passes import GraphedPass, graphed_pass
+from megtool.kernels.graphs.graphed_passes import GraphedPass
+from tests.support.emulated.graph_rules import CheckedPass
 
 ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -34,7 +35,8 @@ class Sums:
         return (y if shift is None else y + shift,)
 
     def pair(self, x: Tensor) -> GraphedPass:
-        return graphed_pass(self.run, [x, None], x.device, undo=self.undo)
+        kind = GraphedPass if x.is_cuda else CheckedPass
+        return kind(self.run, [x, None], undo=self.undo)
 
 
 @pytest.mark.parametrize("device", ON)
@@ -76,7 +78,7 @@ def test_what_a_graph_would_not_repeat_is_named() -> None:
         assert x is not None
         return (x @ sums.weight.t() * factor,)
 
-    pair = graphed_pass(run, [x, None], x.device, undo=sums.undo)
+    pair = CheckedPass(run, [x, None], undo=sums.undo)
     pair.forward([x, None])
     pair.backward([torch.ones(4, 6)])
     factor = 3.0
@@ -88,7 +90,7 @@ def test_what_a_graph_would_not_repeat_is_named() -> None:
         return (x @ sums.weight.t() * x.sum().item(),)
 
     with pytest.raises(GraphRuleError, match="no waiting for the host"):
-        graphed_pass(waits, [x, None], x.device, undo=sums.undo)
+        CheckedPass(waits, [x, None], undo=sums.undo)
 
     def keeps(x: Tensor | None, shift: Tensor | None) -> tuple[Tensor, ...]:
         kept.append(torch.tanh(sums.weight).detach())
@@ -96,4 +98,4 @@ def test_what_a_graph_would_not_repeat_is_named() -> None:
 
     kept: list[Tensor] = []
     with pytest.raises(GraphRuleError, match="no memory of the graph kept outside"):
-        graphed_pass(keeps, [x, None], x.device, undo=sums.undo)
+        CheckedPass(keeps, [x, None], undo=sums.undo)

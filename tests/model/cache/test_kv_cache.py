@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.kernels.graphs.rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import ContiguousCache, EntrySize
 from megtool.model.cache.paged import PagedCache
 from megtool.model.stacks.decoder import Decoder
 from megtool.spec.model_config import ModelConfig
+from tests.support.emulated.graph_rules import graphed
 from tests.support.errors import raises
 
 CONFIG = ModelConfig(

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
-from megtool.kernels.graphs.rule_checker import graphed  # noqa: E402
 from megtool.model.positions.rotary import Rotary, has_rotation  # noqa: E402
+from tests.support.emulated.graph_rules import graphed  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

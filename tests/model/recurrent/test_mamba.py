@@ -23,6 +23,7 @@ from megtool.model.stacks.lora import LoraSettings, adapters_of, add_adapters, m
 from megtool.model.stacks.recompute import recompute
 from megtool.spec.model_config import ModelConfig
 from megtool.train.features.adapter_tensors import canonical_modules
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises
 from tests.support.models.hybrid_models import SIZES, nemotron_h, ours
 from tests.support.worlds import context_layouts
@@ -216,7 +217,8 @@ def test_generation_with_slots_is_transformers(pair: Pair) -> None:
     ]
     for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4)):
         options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
-        got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
+        with check_graphs():
+            got = list(generate(Forward(decoder), requests, options, new_detokenizer=Silent))
         assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)
 
 

@@ -25,6 +25,7 @@ from megtool.quant.calibration import resume_folder, settings
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
 from megtool.storage.files import Files
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises
 from tests.support.models import family_models
 from tests.support.quant.calibrated import case, interrupt_after, random_moe, saved_bytes, tokens
@@ -388,7 +389,8 @@ def test_layers_may_be_recorded_as_graphs(llama: Path) -> None:
     """By the rehearsal, which checks what a graph may do, and replays nothing else."""
     made = case(llama, batches=tokens(128, rows=1, count=9, width=8))
     wanted = made.run(resident=True)
-    found = made.run(resident=True, emulate_graphs=True)
+    with check_graphs():
+        found = made.run(resident=True)
     for name, s in wanted.statistics.items():
         assert found.statistics[name].num_tokens == s.num_tokens
         np.testing.assert_allclose(found.statistics[name].amax, s.amax, rtol=1e-6)

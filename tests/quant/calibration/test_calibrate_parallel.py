@@ -14,6 +14,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.layer_runner import GraphedLayer
 from megtool.quant.statistics.site_statistics import ActivationStatistics
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.models import family_models
 from tests.support.quant.calibrated import case, on_rank, random_moe, tokens
 from tests.support.worlds.gloo_world import run_world
@@ -85,11 +86,10 @@ def on_rank_with_graphs(
     GraphedLayer.__call__ = count  # type: ignore[method-assign]
     try:
         made = case(folder, batches=tokens(128, rows=1, count=9, width=8))
-        found = [
-            made.run(groups=groups, resident=True, emulate_graphs=graphs).statistics
-            for graphs in (False, True)
-        ]
-        return found[0], found[1], replays
+        plain = made.run(groups=groups, resident=True).statistics
+        with check_graphs():
+            graphed = made.run(groups=groups, resident=True).statistics
+        return plain, graphed, replays
     finally:
         GraphedLayer.__call__ = call  # type: ignore[method-assign]
         groups.stop()
@@ -97,7 +97,7 @@ def on_rank_with_graphs(
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)])
 def test_layers_are_graphs_on_every_rank(llama: Path, layout: dict[str, int]) -> None:
-    """By the rehearsal, which adds rows as a GPU does (squares in float32); sums over tp ranks
+    """By the checker, which adds rows as a GPU does (squares in float32); sums over tp ranks
     included."""
     for plain, graphed, replays in run_world(on_rank_with_graphs, 2, llama, layout):
         same(graphed, plain, exact=False)

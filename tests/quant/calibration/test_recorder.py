@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.kernels.graphs.rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.statistics.site_statistics import BINS
+from tests.support.emulated.graph_rules import graphed
 from tests.support.quant.recording import assert_equal, batches, on_rank, points_of, raw, record
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.moe_layouts import whole_model

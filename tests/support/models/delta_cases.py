@@ -18,6 +18,7 @@ from megtool.model.cache.paged import PagedCache
 from megtool.model.forward_context import ForwardContext
 from megtool.model.stacks.decoder import Decoder
 from megtool.spec.model_config import ModelConfig
+from tests.support.emulated.graph_rules import check_graphs
 
 TOKENS = 70  # more than a chunk
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
@@ -122,7 +123,8 @@ def check_generation(model: Any, decoder: Decoder, ways: Sequence[DecodingOption
         ids = tuple(prompt[0].tolist())
         requests.append(GenerateRequest(number=number, prompt=ids, max_new_tokens=8))
     for options in ways:
-        got = generate(Forward(decoder), requests, options, new_detokenizer=Silent)
+        with check_graphs():
+            got = list(generate(Forward(decoder), requests, options, new_detokenizer=Silent))
         assert [[t.id for t in c.tokens] for c in got] == wanted, options
 
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,15 +30,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megtool.errors import GraphRuleError
+from megtool.kernels.graphs import cuda_graphs, graphed_passes
 from megtool.kernels.graphs.cuda_graphs import (
     CudaGraphs,
     Function,
     Input,
     clone,
     copy_into,
-    is_checking_graph_rules,
     map_tensors,
 )
+from megtool.kernels.graphs.graphed_passes import GraphedPass, Inputs, run_backward
 
 Rule = Literal[
     "no waiting for the host",
@@ -114,6 +117,10 @@ class GraphRuleChecker(CudaGraphs):
     number) by the next call of the shape, as a graph would overwrite it.
     """
 
+    @staticmethod
+    def can_capture(device: torch.device) -> bool:
+        return True
+
     def _make_pool(self) -> Any:
         return None
 
@@ -155,17 +162,64 @@ class GraphRuleChecker(CudaGraphs):
     def _watch(self, static: list[Input], expected: Trace | None) -> tuple[Any, Trace]:
         """Run once; returns copies of the outputs and what was done."""
         watch = Watch(static, expected)
-        token = is_checking_graph_rules.set(True)
-        try:
-            with HostRules(), watch:
-                raw = self.function(*static)
-        finally:
-            is_checking_graph_rules.reset(token)
+        with not_on_host(), HostRules(), watch:
+            raw = self.function(*static)
         watch.finish()
         outputs = map_tensors(lambda x: x.detach().clone(), raw)
         del raw
         watch.release()
         return outputs, watch.trace
+
+
+class CheckedPass(GraphedPass):
+    """The same on any device, which checks the rules of graphs: both passes have to do what they
+    did when they were captured, on the same tensors from outside.
+
+    Raises (by `forward` and `backward`):
+        GraphRuleError: a captured graph would go wrong; it names the operation.
+    """
+
+    def _capture(self, inputs: Inputs, pool: Any, warmups: int) -> None:
+        self._trace: Trace | None = None
+        outputs = self.function(*self.inputs)  # the warm-up may build tables
+        run_backward(outputs, [torch.zeros_like(x) for x in outputs], self.inputs)
+        copy_into(self.inputs, inputs)
+        del outputs
+        copies = self._forward()
+        self._backward([torch.zeros_like(x) for x in copies])
+        self._trace = self._watch.trace
+
+    def _forward(self) -> tuple[Tensor, ...]:
+        self._watch = Watch(self.inputs, self._trace)
+        self._outputs = self._watched(lambda: self.function(*self.inputs))
+        return tuple(x.detach().clone() for x in self._outputs)
+
+    def _backward(self, grads: Inputs) -> tuple[Tensor | None, ...]:
+        static = [None if g is None else g.clone() for g in grads]
+        # Filled before the replay, as the inputs are.
+        self._watch.add_inputs(static, first=len(self.inputs))
+        gradients = self._watched(lambda: run_backward(self._outputs, static, self.inputs))
+        copies = tuple(None if g is None else g.clone() for g in gradients)
+        self._outputs = ()
+        del gradients
+        for x in self.inputs:
+            if x is not None:
+                x.grad = None
+        self._watch.finish()
+        self._watch.release()
+        return copies
+
+    def _watched(self, run: Callable[[], Any]) -> Any:
+        with torch.enable_grad(), not_on_host(), HostRules(), self._watch:
+            return run()
+
+
+def not_on_host() -> AbstractContextManager[Any]:
+    """Make no tensor `is_cpu`: what code reads on the host where it may, it leaves alone inside.
+
+    By torch's class, since a mode of torch functions does not reach into backward passes.
+    """
+    return mock.patch.object(torch.Tensor, "is_cpu", False)
 
 
 class HostRules(TorchFunctionMode):
@@ -381,11 +435,20 @@ def _broken(rule: Rule, operation: str, detail: str = "") -> GraphRuleError:
 
 
 def graphed(function: Function, device: torch.device | str, **options: Any) -> CudaGraphs:
-    """`CudaGraphs` of the function on a CUDA device, a `GraphRuleChecker` of it elsewhere.
-
-    The checker runs the function three times at the first call of a shape and watches each call:
-    it is for tests, not for speed.
-    """
+    """Return `CudaGraphs` of the function on a CUDA device, its `GraphRuleChecker` elsewhere."""
     if torch.device(device).type == "cuda":
         return CudaGraphs(function, **options)
     return GraphRuleChecker(function, **options)
+
+
+@contextmanager
+def check_graphs(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Put the checkers in the place of CUDA graphs; on a CUDA device graphs stay graphs."""
+    if torch.device(device).type == "cuda":
+        yield
+        return
+    with (
+        mock.patch.object(cuda_graphs, "CudaGraphs", GraphRuleChecker),
+        mock.patch.object(graphed_passes, "GraphedPass", CheckedPass),
+    ):
+        yield
