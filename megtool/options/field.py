@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
@@ -29,18 +30,21 @@ _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionCondition:
-    """What has to hold for an option to have an effect.
+    """What has to hold for an option to have an effect, or (`is_conflict`) to be possible.
 
-    `holds` takes the options and, where `on_facts`, what the verb has learned of its inputs (None
-    otherwise). `reason` follows the flags in the message; `{names}`, `{it}`, `{is}` and `{has}` in
-    it, and in `hint`, stand for the flags, and other names for attributes of the facts. Without a
-    `hint` a warning is logged instead of an error.
+    Only an option that is one of `values` needs it; without them every one that is set. `holds`
+    takes the options by name, whatever group they are in, and, where `on_facts`, what the verb has
+    learned of its inputs (None otherwise). `reason` follows the flags in the message; `{names}`,
+    `{it}`, `{is}` and `{has}` in it, and in `hint`, stand for the flags, and other names for
+    attributes of the facts. Without a `hint` a warning is logged instead of an error.
     """
 
     holds: Callable[[Any, Any], bool]
     reason: str
     hint: str = ""
     on_facts: bool = False
+    values: tuple[Any, ...] = ()
+    is_conflict: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +52,19 @@ class OptionSpec:
     """How one field is offered.
 
     `flags` are its flags in full where they do not follow from the name (`--name`, and for a
-    boolean `--name/--no-name`); `alias` is another one. `minimum` is the least value allowed.
-    `needs` are conditions without which it has no effect. An argument has no flag but a position.
-    Something is written where an option `is_written` names a location.
+    boolean `--name/--no-name`); `alias` is another one. `minimum` and `maximum` are the least and
+    greatest values allowed; values are greater than `above` and less than `below`. `needs` are
+    conditions without which it has no effect, or contradicts other options. An argument has no flag
+    but a position. Something is written where an option `is_written` names a location.
     """
 
     panel: str
     help: str
     metavar: str | None = None
     minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
     flags: tuple[str, ...] = ()
     alias: str | None = None
     needs: tuple[OptionCondition, ...] = ()
@@ -385,6 +393,14 @@ def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | No
 def _in_range(entry: OptionField, number: float, name: str, file: str | Path | None) -> int | float:
     if not math.isfinite(number):
         raise UsageError(f"{name} is {number}", file=file, hint="a finite number")
-    if entry.spec.minimum is not None and number < entry.spec.minimum:
-        raise UsageError(f"{name} is {number}", file=file, hint=f"{entry.spec.minimum:g} or more")
+    spec = entry.spec
+    limits = (
+        (spec.minimum, operator.ge, "{:g} or more"),
+        (spec.above, operator.gt, "above {:g}"),
+        (spec.maximum, operator.le, "at most {:g}"),
+        (spec.below, operator.lt, "below {:g}"),
+    )
+    if not all(limit is None or fits(number, limit) for limit, fits, _ in limits):
+        hint = " and ".join(words.format(limit) for limit, _, words in limits if limit is not None)
+        raise UsageError(f"{name} is {number}", file=file, hint=hint)
     return number

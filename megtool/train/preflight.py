@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from megtool.convert.megatron.sharding import check_layout
@@ -14,6 +13,7 @@ from megtool.model.moe.router import check_trainable
 from megtool.model.stacks.decoder import check_direction
 from megtool.model.stacks.fully_shard import require_fully_shard
 from megtool.model.stacks.pipeline import build_stages
+from megtool.options.effects import check_effects
 from megtool.options.field import flag
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups, check_instances
@@ -22,7 +22,7 @@ from megtool.spec.model_config import ModelConfig
 from megtool.train.cuda_graph import check_graphs
 from megtool.train.features.registry import add_feature_parameters, check_features
 from megtool.train.options.config import TrainConfig
-from megtool.train.options.overlap import check_overlap_of_model
+from megtool.train.options.model_facts import ModelFacts
 from megtool.train.run_plan import make_lr_schedule, plan_run, row_length
 
 
@@ -31,8 +31,8 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
 
     Raises:
         LayoutError: the layout does not divide the model.
-        UsageError: CUDA graphs do not allow an option, a pattern matches no parameter, or experts
-            are sampled in training.
+        UsageError: an option has no effect on the model or is not for it, CUDA graphs do not allow
+            an option, a pattern matches no parameter, or experts are sampled in training.
         MissingPackageError: Transformer Engine is needed, and not installed, or torch is too old.
         MegtoolError: a feature does not fit; see `TrainingFeature.check`.
     """
@@ -41,48 +41,19 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     check_direction(config, settings.layout)
     check_exchange(config, settings.layout)
     check_trainable(config)
-    if config.num_decoder_layers:
-        _check_two_stacks(settings)
-    if config.num_labels:
-        _refuse(settings, _NOT_FOR_LABELS, "is for models of tokens, and this one scores labels")
-    check_graphs(settings, config)
-    if settings.kernels == "te":
-        transformer_engine.require((settings.device or usual_device()).partition(":")[0])
-    check_overlap_of_model(settings, config)
-    if settings.is_fully_sharded:
-        require_fully_shard()
-    check_features(settings, source)
-    _check_patterns(settings, config)
-
-
-def _check_two_stacks(settings: TrainConfig) -> None:
-    """Check that a model of an encoder and a decoder is trained with what it can be.
-
-    Raises:
-        UsageError: an option is for decoders alone.
-        LayoutError: there is context parallelism.
-    """
-    if settings.layout.cp > 1:
+    if config.num_decoder_layers and settings.layout.cp > 1:
         raise LayoutError(
             f"cp is {settings.layout.cp}, and context parallelism is not for an encoder",
             hint="--tp splits it; context parallelism is for decoders",
         )
-    options = ("lora_rank", "eagle", "qat", "teacher", "fp8_recipe", "cuda_graph_impl")
-    _refuse(settings, options, "is for decoders, and the model has an encoder as well")
-
-
-_NOT_FOR_LABELS = ("lora_rank", "eagle", "teacher", "cuda_graph_impl")
-
-
-def _refuse(settings: TrainConfig, options: Sequence[str], why: str) -> None:
-    """Refuse those of some options that are given.
-
-    Raises:
-        UsageError: one is.
-    """
-    for option in options:
-        if getattr(settings, option) not in (None, "none"):
-            raise UsageError(f"{flag(option)} {why}", hint=f"leave out {flag(option)}")
+    check_effects(settings, ModelFacts.from_config(config))
+    check_graphs(settings, config)
+    if settings.kernels == "te":
+        transformer_engine.require((settings.device or usual_device()).partition(":")[0])
+    if settings.is_fully_sharded:
+        require_fully_shard()
+    check_features(settings, source)
+    _check_patterns(settings, config)
 
 
 def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:

@@ -160,9 +160,9 @@ def test_what_does_not_go_with_learned_scales_is_refused(
 ) -> None:
     with raises(LayoutError, "equal on all tensor-parallel ranks", hint="--tp 1"):
         tune(llama, tmp_path / "x", data, qat=recipe, tp=2)
-    with raises(UsageError, "--lora-rank does not go", hint="mse or max"):
+    with raises(UsageError, "--lora-rank", "mse or max", hint=True):
         tune(llama, tmp_path / "x", data, qat=recipe, lora_rank=4)
-    with raises(UsageError, "--freeze does not go"):
+    with raises(UsageError, "--freeze", hint=True):
         tune(llama, tmp_path / "x", data, qat=recipe, freeze=("*embedding*",))
     wrong = tmp_path / "fp8.yaml"
     dynamic = THEIRS.replace("type: static", "type: dynamic").replace("algorithm:", "algorithm: ")

@@ -30,6 +30,7 @@ from megtool.model.layers.param_attributes import mark
 from megtool.model.moe.experts import ExpertLinear
 from megtool.model.stacks.decoder import Decoder
 from megtool.optim.segments import StatePiece
+from megtool.options.effects import check_excludes
 from megtool.quant.algorithms.weight_grid import make_grid
 from megtool.quant.fake_quant.learned_scales import (
     BLOCK,
@@ -52,6 +53,7 @@ from megtool.train.features.adapter_gather import WEIGHT
 from megtool.train.features.adapter_tensors import all_gather_objects, raise_on_all
 from megtool.train.features.frozen_weights import LazyTensors
 from megtool.train.options.config import TrainConfig
+from megtool.train.options.data_parallel import FULLY_SHARDED
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -76,20 +78,19 @@ def check_learned_scales(recipe: str, settings: TrainConfig, decisions: Sequence
             "all tensor-parallel ranks",
             hint="--tp 1; replicas, pipeline stages and expert ranks are taken",
         )
-    for is_given, option in (
-        (settings.lora_rank is not None, "--lora-rank"),
-        (bool(settings.freeze), "--freeze"),
-        (settings.is_fully_sharded, "--data-parallel-sharding-strategy"),
-        (settings.cuda_graph_impl not in (None, "none"), "--cuda-graph-impl"),
-        (settings.dist_ckpt_optim_format == "dp_reshardable", "--dist-ckpt-optim-format"),
-    ):
-        if is_given:
-            raise UsageError(
-                f"--qat {recipe} learns scales together with weights, and {option} does not go "
-                "with it",
-                hint=f"leave out {option}; or a recipe with mse or max, whose scales follow the "
-                "weights",
-            )
+    why = "scales are learned together with weights; with mse or max they follow the weights"
+    check_excludes(
+        settings,
+        f"--qat {recipe}",
+        dict.fromkeys(
+            (
+                *("lora_rank", "freeze", "cuda_graph_impl"),
+                *(f"data_parallel_sharding_strategy={name}" for name in FULLY_SHARDED),
+                "dist_ckpt_optim_format=dp_reshardable",
+            ),
+            why,
+        ),
+    )
     for d in decisions:
         if d.format is None or not d.format.algo:
             continue

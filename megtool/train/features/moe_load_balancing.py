@@ -60,12 +60,6 @@ def make_balance_settings(
         return None
     if not config.moe_layers:
         raise UsageError("a model without experts has no router losses")
-    if balance.bias_rate and not config.router_expert_bias:
-        raise UsageError(
-            "--moe-router-bias-update-rate has no effect on a model without an expert bias",
-            hint="--moe-aux-loss-coeff X",
-            error_id="option-without-effect",
-        )
     return balance
 
 

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megtool.errors import UsageError
 from megtool.model.stacks.decoder import Decoder
-from megtool.model.stacks.mtp import LOSS_FACTOR
 from megtool.model.stacks.pipeline import check_mtp_stage
 from megtool.source.checkpoint import CheckpointSource
 from megtool.train.evaluation import world_sum
@@ -36,25 +34,11 @@ class MtpFeature(TrainingFeature):
 
     @classmethod
     def check(cls, settings: TrainConfig, source: CheckpointSource) -> None:
-        """Check that the option has an effect, and that stages have what the layers need.
+        """Check that stages have what the layers need.
 
         Raises:
-            UsageError: the model has no such layers, or LoRA freezes them.
             LayoutError: they are on another stage than the output layer.
         """
-        if settings.mtp_loss_scaling_factor not in (0, LOSS_FACTOR):
-            reason = None
-            if not source.config.num_mtp_layers:
-                reason = "for a model without layers of multi-token prediction"
-            elif settings.lora_rank is not None:
-                reason = "with --lora-rank, which trains adapters only"
-            elif settings.eagle is not None:
-                reason = "with --eagle, which trains a draft head only"
-            if reason is not None:
-                raise UsageError(
-                    f"--mtp-loss-scaling-factor has no effect {reason}",
-                    error_id="option-without-effect",
-                )
         check_mtp_stage(source.config, settings.layout)
 
     @classmethod

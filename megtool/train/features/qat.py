@@ -30,6 +30,7 @@ from megtool.model.batch import Batch
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.hook_locations import tapped
 from megtool.model.stacks.lora import adapters_of, merged_weight
+from megtool.options.effects import without_effect
 from megtool.options.groups import RuntimeOptions, SourceOptions
 from megtool.options.layout import ParallelConfig
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
@@ -345,11 +346,10 @@ def make_qat_request(
         path, recipe, iteration=settings.iteration, family=settings.family, like=settings.like
     )
     if decided.recipe.rotation is not None:
-        raise UsageError(
+        raise without_effect(
             f"--qat {recipe} cannot be used: it rotates the weights, and training does not",
-            hint="a recipe without rotation; or quantize first by one that keeps all modules and "
+            "a recipe without rotation; or quantize first by one that keeps all modules and "
             "rotates, and train the folder that it writes",
-            error_id="option-without-effect",
         )
     job = QuantizeRequest(
         resolved=decided,
@@ -383,10 +383,9 @@ def make_qat_request(
         ),
     )
     if any(d.format.number.has_branch for d in job.decisions if d.format and d.format.algo):
-        raise UsageError(
+        raise without_effect(
             f"--qat {recipe} cannot be used: its low-rank matrices are not trained",
-            hint="recipe nvfp4, whose weights are rounded as a whole",
-            error_id="option-without-effect",
+            "recipe nvfp4, whose weights are rounded as a whole",
         )
     if job.needs_choice:
         raise UsageError(

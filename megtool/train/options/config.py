@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megtool.errors import UsageError
-from megtool.options.field import LAYOUT, flag, layout_size, option
+from megtool.errors import LayoutError, UsageError
+from megtool.options.effects import check_effects, excludes, requires, unused_with
+from megtool.options.field import LAYOUT, OptionCondition, layout_size, option
 from megtool.options.groups import (
     INPUT,
     RUNNING,
@@ -18,13 +19,14 @@ from megtool.options.groups import (
 )
 from megtool.options.layout import ParallelConfig
 from megtool.train.options.data import RowBuildingOptions
-from megtool.train.options.data_parallel import DataParallelOptions, check_data_parallel
-from megtool.train.options.eagle import EagleOptions, check_eagle
+from megtool.train.options.data_parallel import DataParallelOptions
+from megtool.train.options.eagle import EagleOptions
 from megtool.train.options.fp8 import PRECISION, Fp8Options
-from megtool.train.options.lora import LoraOptions, check_lora, list_qlora_conflicts
+from megtool.train.options.lora import LoraOptions
 from megtool.train.options.loss import FurtherLossOptions
+from megtool.train.options.model_facts import HAS_TOKENS, IS_DECODER
 from megtool.train.options.optimizer import OptimizerOptions
-from megtool.train.options.overlap import OverlapOptions, check_overlap
+from megtool.train.options.overlap import OverlapOptions
 from megtool.train.options.profile import ProfileOptions
 
 TRAINING = "Training"
@@ -32,17 +34,18 @@ MEMORY = "Memory"
 CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
 QAT = "Quantization-aware training and distillation"
 
-ALTERNATIVES = (
-    ("train_iters", "epochs"),
-    ("lr_warmup_iters", "lr_warmup_fraction"),
-    ("eval_data", "eval_split"),
-)
-"""Options that exclude each other."""
-
-DTYPE_FLAGS = ("bf16", "fp16", "fp32")
-
 QAT_SOURCE = "source"
 """What `--qat` is in place of a recipe, for the quantizers of SRC."""
+
+_IS_DISTILLED = requires("teacher")
+_NOT_FP8_BY_TE = OptionCondition(
+    holds=lambda options, facts: options.fp8_recipe is None or options.kernels != "te",
+    reason="and --kernels te with --fp8-recipe exclude each other: Transformer Engine updates its "
+    "own scales in every pass, and its products cannot be kept",
+    hint="leave out one of them; or --recompute-granularity full",
+    values=("local", "selective"),
+    is_conflict=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,12 @@ class TrainConfig(
         LayoutError: the parallel sizes do not fit each other.
     """
 
-    rivals: ClassVar[tuple[tuple[str, ...], ...]] = (*ALTERNATIVES, DTYPE_FLAGS)
+    rivals: ClassVar = (
+        ("train_iters", "epochs"),
+        ("lr_warmup_iters", "lr_warmup_fraction"),
+        ("eval_data", "eval_split"),
+        ("bf16", "fp16", "fp32"),
+    )
 
     # ---- Input
     data: tuple[str, ...] = option(
@@ -87,7 +95,7 @@ class TrainConfig(
     split: str | None = option(INPUT, "The split of a data set.", metavar="NAME")
     eval_data: str | None = option(INPUT, "Validation data, in the same formats.", metavar="FILE")
     eval_split: float = option(
-        INPUT, "Share of --data to use as the validation split.", 0.0, minimum=0
+        INPUT, "Share of --data to use as the validation split.", 0.0, minimum=0, below=1
     )
     overflow: Literal["split", "truncate", "error"] = option(
         INPUT, "What to do with samples longer than --seq-length.", "split"
@@ -103,7 +111,9 @@ class TrainConfig(
     train_iters: int | None = option(
         TRAINING, "Steps; default: as many as --epochs take.", metavar="N", minimum=1
     )
-    epochs: float | None = option(TRAINING, "Passes over the data; default: 1.", metavar="X")
+    epochs: float | None = option(
+        TRAINING, "Passes over the data; default: 1.", metavar="X", above=0
+    )
     seq_length: int | None = option(
         TRAINING,
         "Tokens of a row; default: the model's positions, at most 2048.",
@@ -141,6 +151,7 @@ class TrainConfig(
         0.0,
         metavar="X",
         minimum=0,
+        below=1,
     )
     attention_dropout: float = option(
         TRAINING,
@@ -148,12 +159,14 @@ class TrainConfig(
         0.0,
         metavar="X",
         minimum=0,
+        below=1,
     )
     freeze: tuple[str, ...] = option(
         TRAINING,
         "Do not train parameters that match, by Megatron's names; repeatable.",
         (),
         metavar="GLOB",
+        needs=unused_with({"lora_rank": "which trains adapters only"}),
     )
     exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and stop.", False)
     exit_duration_in_mins: float | None = option(
@@ -164,7 +177,10 @@ class TrainConfig(
     fp16: bool | None = option(PRECISION, "Train in float16, with a loss scale.")
     fp32: bool | None = option(PRECISION, "Train in float32; default on a CPU.")
     loss_scale: float | None = option(
-        PRECISION, "A constant loss scale; default: dynamic.", metavar="X"
+        PRECISION,
+        "A constant loss scale; default: dynamic.",
+        metavar="X",
+        needs=(requires("fp16"),),
     )
     initial_loss_scale: float = option(
         PRECISION, "Initial dynamic loss scale.", 65536.0, metavar="X", minimum=1
@@ -187,16 +203,23 @@ class TrainConfig(
         PRECISION,
         "Store only the low 16 bits of master weights; the weights are the high ones.",
         False,
+        needs=excludes({"fp16": "the high bits are bf16", "fp32": "the high bits are bf16"}),
     )
     exp_avg_dtype: Literal["fp32", "bf16"] = option(
         PRECISION, "Dtype of the optimizer's moments.", "fp32"
     )
     # ---- Memory and overlap
     recompute_granularity: Literal["full", "selective"] | None = option(
-        MEMORY, "Recompute activations in the backward pass: all, or all except matrix products."
+        MEMORY,
+        "Recompute activations in the backward pass: all, or all except matrix products.",
+        needs=(_NOT_FP8_BY_TE,),
     )
     recompute_num_layers: int | None = option(
-        MEMORY, "Layers of each stage to recompute; default: all.", metavar="N", minimum=1
+        MEMORY,
+        "Layers of each stage to recompute; default: all.",
+        metavar="N",
+        minimum=1,
+        needs=(requires("recompute_granularity"),),
     )
     gradient_accumulation_fusion: bool = option(
         MEMORY, "Add products straight to the sums of weights' gradients.", True
@@ -205,13 +228,33 @@ class TrainConfig(
         MEMORY, "Keep and update optimizer state on the CPU; all of it without a fraction.", False
     )
     optimizer_offload_fraction: float = option(
-        MEMORY, "Fraction of optimizer state kept on the CPU.", 0.0, metavar="X", minimum=0
+        MEMORY,
+        "Fraction of optimizer state kept on the CPU.",
+        0.0,
+        metavar="X",
+        minimum=0,
+        maximum=1,
     )
     cuda_graph_impl: Literal["none", "local"] = option(
         MEMORY,
         "local: on a GPU, replay the forward and backward passes of each micro batch as one CUDA "
         "graph; gradients are then reduced after the last one.",
         "none",
+        needs=(
+            *excludes(
+                {
+                    "overlap_grad_reduce": "gradients are reduced after the graphs of all passes",
+                    "overlap_param_gather": "a graph cannot wait for parameters",
+                    "tp_comm_overlap": "rows of single ranks are waited for in a product",
+                    "attention_dropout": "a graph cannot seed the generator of torch's attention",
+                    "lora_dropout": "a graph cannot seed the generator of adapters",
+                    "teacher": "the host passes the teacher's hidden states on for each batch",
+                }
+            ),
+            _NOT_FP8_BY_TE,
+            IS_DECODER,
+            HAS_TOKENS,
+        ),
     )
     # ---- Parallel layout
     tp: int = layout_size("tp", 1, note=", started by torchrun")
@@ -283,7 +326,11 @@ class TrainConfig(
         EVALUATION, "Global batches in an evaluation; default: all.", metavar="N", minimum=1
     )
     patience: int | None = option(
-        EVALUATION, "Stop after so many evaluations without improvement.", metavar="N", minimum=1
+        EVALUATION,
+        "Stop after so many evaluations without improvement.",
+        metavar="N",
+        minimum=1,
+        needs=(requires(("eval_data", "eval_split")),),
     )
     log_interval: int = option(EVALUATION, "Steps between log messages.", 10, minimum=1)
     tensorboard: bool = option(EVALUATION, "Also log to DST/tensorboard.", False)
@@ -294,11 +341,25 @@ class TrainConfig(
         "source: with the quantizers of SRC, a checkpoint of `quantize --to torch_dist` or "
         "ModelOpt's, which are saved as well.",
         metavar="RECIPE",
+        needs=(*excludes({"fp8_recipe": "", "te_precision_config_file": ""}), IS_DECODER),
     )
-    calibration: Path | None = option(QAT, "The calibration file of --qat.", metavar="FILE")
-    teacher: Path | None = option(QAT, "Distill from this checkpoint.", metavar="SRC")
+    calibration: Path | None = option(
+        QAT,
+        "The calibration file of --qat.",
+        metavar="FILE",
+        needs=(
+            requires("qat"),
+            *unused_with({f"qat={QAT_SOURCE}": "whose quantizers are calibrated"}),
+        ),
+    )
+    teacher: Path | None = option(
+        QAT, "Distill from this checkpoint.", metavar="SRC", needs=(IS_DECODER, HAS_TOKENS)
+    )
     teacher_tokenizer: Path | None = option(
-        QAT, "A folder with the teacher's tokenizer; default: the one with it.", metavar="FOLDER"
+        QAT,
+        "A folder with the teacher's tokenizer; default: the one with it.",
+        metavar="FOLDER",
+        needs=(_IS_DISTILLED,),
     )
     distill_loss: Literal["kl", "uld", "gold"] = option(
         QAT,
@@ -306,31 +367,44 @@ class TrainConfig(
         "spans of text that both share; uld compares sorted probabilities, gold those of common "
         "tokens by name.",
         "kl",
+        needs=(_IS_DISTILLED,),
     )
     distill_temperature: float = option(
-        QAT, "Temperature of both models' softmax.", 1.0, metavar="X"
+        QAT,
+        "Temperature of both models' softmax.",
+        1.0,
+        metavar="X",
+        above=0,
+        needs=(_IS_DISTILLED,),
     )
     distill_weight: float = option(
-        QAT, "Weight of the distillation loss; the loss on the data has the rest.", 0.5, minimum=0
+        QAT,
+        "Weight of the distillation loss; the loss on the data has the rest.",
+        0.5,
+        minimum=0,
+        maximum=1,
+        needs=(_IS_DISTILLED,),
     )
     distill_hidden_weight: float = option(
-        QAT, "Weight of 1 - cos between both models' states behind layers.", 0.0, minimum=0
+        QAT,
+        "Weight of 1 - cos between both models' states behind layers.",
+        0.0,
+        minimum=0,
+        needs=(_IS_DISTILLED,),
     )
     distill_layers: str | None = option(
         QAT,
         "Layers compared, of both models: 3:7,5:11; default: as deep in both.",
         metavar="LIST",
+        needs=(requires("distill_hidden_weight"),),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_numbers(self)
-        _check_steps(self)
-        _check_feature_options(self)
-        check_data_parallel(self)
-        check_overlap(self)
-        _check_graphs(self)
-        _ = self.layout
+        check_effects(self)
+        _check_shares(self)
+        _check_batch(self)
+        _check_head(self)
 
     @property
     def layout(self) -> ParallelConfig:
@@ -357,42 +431,13 @@ class TrainConfig(
         return tuple(float(x) for x in self.blend.split(","))
 
 
-def _check_numbers(s: TrainConfig) -> None:
-    if (chosen := [n for n in DTYPE_FLAGS if getattr(s, n)])[1:]:
-        raise UsageError(
-            f"{flag(chosen[0])} and {flag(chosen[1])} exclude each other",
-            hint="a model computes in one type",
-        )
-    for name, below in (
-        ("adam_beta1", 1.0),
-        ("adam_beta2", 1.0),
-        ("sgd_momentum", 1.0),
-        ("muon_momentum", 1.0),
-        ("eval_split", 1.0),
-        ("lora_dropout", 1.0),
-        ("hidden_dropout", 1.0),
-        ("attention_dropout", 1.0),
-    ):
-        if not 0 <= getattr(s, name) < below:
-            raise UsageError(f"{flag(name)} is {getattr(s, name)}", hint="at least 0 and below 1")
-    for name in ("distill_weight", "optimizer_offload_fraction"):
-        if not 0 <= getattr(s, name) <= 1:
-            raise UsageError(f"{flag(name)} is {getattr(s, name)}", hint="from 0 to 1")
-    if s.min_lr > s.lr:
-        raise UsageError(f"--min-lr {s.min_lr} is above --lr {s.lr}")
-    if s.lr_warmup_init > s.lr:
-        raise UsageError(f"--lr-warmup-init {s.lr_warmup_init} is above --lr {s.lr}")
-    if s.distill_temperature <= 0:
-        raise UsageError(f"--distill-temperature is {s.distill_temperature}", hint="above 0")
-    if s.blend is not None:
-        _check_blend(s)
-
-
-def _check_blend(s: TrainConfig) -> None:
+def _check_shares(s: TrainConfig) -> None:
     try:
-        shares = s.blend_shares or ()
+        shares = s.blend_shares
     except ValueError:
         shares = ()
+    if shares is None:
+        return
     if not shares or any(not math.isfinite(x) or x <= 0 for x in shares):
         raise UsageError(f"--blend is {s.blend!r}", hint="positive numbers with commas: 0.7,0.3")
     if len(shares) != len(s.data):
@@ -402,183 +447,19 @@ def _check_blend(s: TrainConfig) -> None:
         )
 
 
-def _check_steps(s: TrainConfig) -> None:
-    for first, second in ALTERNATIVES:
-        if getattr(s, first) and getattr(s, second):
-            raise UsageError(
-                f"{flag(first)} and {flag(second)} exclude each other", hint="give one of them"
-            )
-    if s.epochs is not None and s.epochs <= 0:
-        raise UsageError(f"--epochs is {s.epochs}", hint="above 0")
-    if s.lr_warmup_fraction is not None and s.lr_warmup_fraction > 1:
-        raise UsageError(f"--lr-warmup-fraction is {s.lr_warmup_fraction}", hint="from 0 to 1")
-    if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None:
-        raise UsageError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+def _check_batch(s: TrainConfig) -> None:
     if s.global_batch_size is not None and s.global_batch_size % s.micro_batch_size:
         raise UsageError(
             f"--global-batch-size {s.global_batch_size} is not a multiple of "
             f"--micro-batch-size {s.micro_batch_size}"
         )
-    if s.patience is not None and not (s.eval_data or s.eval_split):
-        raise UsageError(
-            "--patience has no effect: there is nothing to evaluate on",
-            hint="--eval-data, --eval-split",
-            error_id="option-without-effect",
+
+
+def _check_head(s: TrainConfig) -> None:
+    """Check that ranks of a run with a draft head have whole models and rows."""
+    sizes = {axis: getattr(s.layout, axis) for axis in ("tp", "pp", "cp")}
+    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size > 1 and s.eagle]:
+        raise LayoutError(
+            f"--eagle at {', '.join(wrong)}: each process has whole states and logits",
+            hint="--tp 1 --pp 1 --cp 1; --dp splits the rows",
         )
-
-
-def _check_feature_options(s: TrainConfig) -> None:
-    needs = (
-        (s.calibration is not None and s.qat is None, "--calibration has no effect without --qat"),
-        (
-            s.calibration is not None and s.keeps_quantizers,
-            "--calibration has no effect with --qat source: the quantizers are calibrated",
-        ),
-        (
-            s.fp8_param_gather and s.fp8_recipe is None and s.te_precision_config_file is None,
-            "--fp8-param-gather has no effect without --fp8-recipe",
-        ),
-        (
-            s.fp8_param_gather and s.fp8_recipe == "mxfp8",
-            "--fp8-param-gather with --fp8-recipe mxfp8, which rounds every weight twice, along "
-            "rows and along columns, from values that FP8 weights no longer have",
-        ),
-        (
-            s.te_precision_config_file is not None and s.kernels == "te",
-            "--te-precision-config-file and --kernels te: Transformer Engine computes all modules "
-            "of a stage by one recipe here",
-        ),
-        (
-            s.fp8_param_gather and s.kernels == "te",
-            "--fp8-param-gather and --kernels te: Transformer Engine casts weights to FP8 itself",
-        ),
-        (
-            s.recompute_granularity == "selective"
-            and s.fp8_recipe is not None
-            and s.kernels == "te",
-            "--recompute-granularity selective and --kernels te with --fp8-recipe: Transformer "
-            "Engine's matrix products cannot be kept; use full",
-        ),
-        (
-            s.recompute_num_layers is not None and s.recompute_granularity is None,
-            "--recompute-num-layers has no effect without --recompute-granularity",
-        ),
-        (s.loss_scale is not None and not s.fp16, "--loss-scale has no effect without --fp16"),
-        (
-            s.store_param_remainders and bool(s.fp16 or s.fp32),
-            "--store-param-remainders needs --bf16",
-        ),
-        (
-            s.qat is not None and s.fp8_recipe is not None,
-            "--qat and --fp8-recipe exclude each other",
-        ),
-        (
-            s.qat is not None and s.te_precision_config_file is not None,
-            "--qat and --te-precision-config-file exclude each other",
-        ),
-        (
-            s.qat is not None and bool(s.lora_dropout),
-            "--lora-dropout has no effect with --qat: merged weights are rounded, and adapters "
-            "have no inputs of their own",
-        ),
-        *list_qlora_conflicts(s),
-        (
-            s.lora_alpha is not None and s.lora_rank is None,
-            "--lora-alpha has no effect without --lora-rank",
-        ),
-        (
-            bool(s.lora_dropout) and s.lora_rank is None,
-            "--lora-dropout has no effect without --lora-rank",
-        ),
-        (
-            s.lora_rank is not None and s.fp8_param_gather,
-            "--lora-rank and --fp8-param-gather exclude each other: only adapters are trained, and "
-            "they are not in FP8",
-        ),
-        (
-            s.lora_rank is not None and bool(s.freeze),
-            "--freeze has no effect with --lora-rank, which trains adapters only",
-        ),
-        (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16 exclude each other"),
-        (
-            s.te_precision_config_file is not None and bool(s.fp16),
-            "--te-precision-config-file and --fp16 exclude each other",
-        ),
-        (
-            bool(s.moe_router_bias_update_rate) and s.lora_rank is not None,
-            "--moe-router-bias-update-rate has no effect with --lora-rank, which trains adapters "
-            "only",
-        ),
-        (
-            bool(s.moe_aux_loss_coeff) and s.moe_router_load_balancing_type == "none",
-            "--moe-aux-loss-coeff has no effect with --moe-router-load-balancing-type none",
-        ),
-        (
-            s.moe_router_load_balancing_type not in (None, "none")
-            and not (s.moe_aux_loss_coeff or s.moe_losses_from_checkpoint),
-            "--moe-router-load-balancing-type has no effect without --moe-aux-loss-coeff",
-        ),
-    )
-    for is_wrong, message in needs:
-        if is_wrong:
-            raise UsageError(message)
-    _check_dependent_options(s)
-    check_lora(s)
-    check_eagle(s)
-
-
-GRAPH_CONFLICTS = {
-    "overlap_grad_reduce": "gradients are reduced after the graphs of all passes",
-    "overlap_param_gather": "a graph cannot wait for parameters",
-    "tp_comm_overlap": "rows of single ranks are waited for in the middle of a product",
-    "attention_dropout": "torch's attention draws from a generator that a graph cannot seed",
-    "lora_dropout": "adapters draw from a generator that a graph cannot seed",
-    "teacher": "the host passes the teacher's hidden states on for each batch",
-}
-"""Options that a CUDA graph does not allow, and why."""
-
-
-def _check_graphs(s: TrainConfig) -> None:
-    if s.cuda_graph_impl == "none":
-        return
-    hint = "without --cuda-graph-impl"
-    for name, reason in GRAPH_CONFLICTS.items():
-        if getattr(s, name):
-            raise UsageError(f"--cuda-graph-impl local excludes {flag(name)}: {reason}", hint=hint)
-    if s.fp8_recipe is not None and s.kernels == "te":
-        raise UsageError(
-            "--cuda-graph-impl local excludes --fp8-recipe with --kernels te: Transformer "
-            "Engine updates its own scales in every pass",
-            hint=hint,
-        )
-
-
-DEPENDENT_OPTIONS = {
-    "teacher": (
-        *("distill_weight", "distill_temperature", "distill_hidden_weight"),
-        *("distill_loss", "teacher_tokenizer"),
-    ),
-    "distill_hidden_weight": ("distill_layers",),
-    "lora_rank": ("lora_target",),
-    "fp8_recipe": (
-        "fp8_format",
-        "fp8_amax_history_len",
-        "fp8_amax_compute_algo",
-        "fp8_margin",
-        "num_layers_at_start_in_bf16",
-        "num_layers_at_end_in_bf16",
-    ),
-}
-"""Options that have no effect without another one."""
-
-
-def _check_dependent_options(s: TrainConfig) -> None:
-    usual = {f.name: f.default for f in fields(s)}
-    for needed, names in DEPENDENT_OPTIONS.items():
-        if not getattr(s, needed):
-            for name in names:
-                if getattr(s, name) != usual[name]:
-                    raise UsageError(
-                        f"{flag(name)} has no effect without {flag(needed)}",
-                        error_id="option-without-effect",
-                    )

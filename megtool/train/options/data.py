@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.errors import UsageError
-from megtool.options.field import Options, flag, option
+from megtool.options.effects import requires
+from megtool.options.field import OptionCondition, Options, option
 from megtool.options.groups import INPUT
 
 FIM = "Fill-in-the-middle"
 
+_FILLS_IN = OptionCondition(
+    holds=lambda options, facts: options.fim_rate > 0,
+    reason="{has} no effect without fill-in-the-middle",
+    hint="--fim-rate 0.5, for example",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowBuildingOptions(Options):
-    """What is done to tokens before a model sees them. Names of fill-in-the-middle are Megatron's.
-
-    Raises:
-        UsageError: a rate is no probability, or one of two options that need each other is missing.
-    """
+    """What is done to tokens before a model sees them, with Megatron's names."""
 
     mask_prob: float = option(
         INPUT,
@@ -53,6 +55,7 @@ class RowBuildingOptions(Options):
         0.0,
         metavar="X",
         minimum=0,
+        maximum=1,
     )
     fim_spm_rate: float = option(
         FIM,
@@ -60,58 +63,45 @@ class RowBuildingOptions(Options):
         0.5,
         metavar="X",
         minimum=0,
+        maximum=1,
+        needs=(_FILLS_IN,),
     )
     fim_split_sample: str | None = option(
         FIM,
         "A token that separates the files of a text: each of them is filled in by itself.",
         metavar="TOKEN",
+        needs=(_FILLS_IN, requires("fim_fragment_rate")),
     )
     fim_fragment_rate: float | None = option(
         FIM,
         "Probability for each file between --fim-split-sample tokens.",
         metavar="X",
         minimum=0,
+        maximum=1,
+        needs=(_FILLS_IN, requires("fim_split_sample")),
     )
     fim_no_prefix: str | None = option(
         FIM,
         "Texts that begin so stay as they are.",
         metavar="TEXT",
+        needs=(_FILLS_IN,),
     )
     fim_prefix_token: str | None = option(
         FIM,
         "The token before a prefix; default: what the tokenizer calls so (<fim_prefix>, "
         "<|fim_prefix|>, <PRE>, ...).",
         metavar="TOKEN",
+        needs=(_FILLS_IN,),
     )
     fim_middle_token: str | None = option(
         FIM,
         "The token before a middle; default: likewise.",
         metavar="TOKEN",
+        needs=(_FILLS_IN,),
     )
     fim_suffix_token: str | None = option(
         FIM,
         "The token before a suffix; default: likewise.",
         metavar="TOKEN",
+        needs=(_FILLS_IN,),
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-            rate = getattr(self, name)
-            if rate is not None and rate > 1:
-                raise UsageError(f"{flag(name)} is {rate}", hint="a probability, from 0 to 1")
-        names = [f.name for f in fields(RowBuildingOptions) if f.name.startswith("fim_")]
-        given = [n for n in names if getattr(self, n) != _DEFAULTS[n]]
-        if not self.fim_rate and given:
-            raise UsageError(
-                f"{flag(given[0])} has no effect without fill-in-the-middle",
-                hint="--fim-rate 0.5, for example",
-            )
-        if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
-            raise UsageError(
-                "--fim-split-sample and --fim-fragment-rate are given together, or neither",
-                hint="the token that separates files, and how often a file is filled in",
-            )
-
-
-_DEFAULTS = {f.name: f.default for f in fields(RowBuildingOptions)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megtool.options.effects import at_most, needs_also
 from megtool.options.field import Options, option
 
 OPTIMIZER = "Optimizer"
@@ -21,9 +22,19 @@ class OptimizerOptions(Options):
         "adam",
     )
     lr: float = option(OPTIMIZER, "Maximum learning rate.", 1e-5, metavar="X", minimum=0)
-    min_lr: float = option(OPTIMIZER, "Minimum learning rate.", 0.0, metavar="X", minimum=0)
+    min_lr: float = option(
+        OPTIMIZER,
+        "Minimum learning rate.",
+        0.0,
+        metavar="X",
+        minimum=0,
+        needs=(at_most("min_lr", "lr"),),
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        OPTIMIZER, "How the learning rate decays.", "linear"
+        OPTIMIZER,
+        "How the learning rate decays.",
+        "linear",
+        needs=(needs_also("lr_wsd_decay_iters", "WSD"),),
     )
     lr_decay_iters: int | None = option(
         OPTIMIZER,
@@ -39,10 +50,14 @@ class OptimizerOptions(Options):
         alias="--lr-warmup-steps",
     )
     lr_warmup_fraction: float | None = option(
-        OPTIMIZER, "Warm-up as a share of --lr-decay-iters.", metavar="X", minimum=0
+        OPTIMIZER, "Warm-up as a share of --lr-decay-iters.", metavar="X", minimum=0, maximum=1
     )
     lr_warmup_init: float = option(
-        OPTIMIZER, "Learning rate at the start of warm-up.", 0.0, metavar="X"
+        OPTIMIZER,
+        "Learning rate at the start of warm-up.",
+        0.0,
+        metavar="X",
+        needs=(at_most("lr_warmup_init", "lr"),),
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
         OPTIMIZER, "How the rate decays in the last phase of WSD.", "exponential"
@@ -69,11 +84,15 @@ class OptimizerOptions(Options):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
         OPTIMIZER, "How weight decay changes from the first to the last step.", "constant"
     )
-    adam_beta1: float = option(OPTIMIZER, "Adam's beta1.", 0.9, metavar="X")
-    adam_beta2: float = option(OPTIMIZER, "Adam's beta2.", 0.999, metavar="X")
+    adam_beta1: float = option(OPTIMIZER, "Adam's beta1.", 0.9, metavar="X", minimum=0, below=1)
+    adam_beta2: float = option(OPTIMIZER, "Adam's beta2.", 0.999, metavar="X", minimum=0, below=1)
     adam_eps: float = option(OPTIMIZER, "Adam's epsilon.", 1e-8, metavar="X")
-    sgd_momentum: float = option(OPTIMIZER, "Momentum of sgd.", 0.9, metavar="X")
-    muon_momentum: float = option(OPTIMIZER, "Momentum of muon.", 0.95, metavar="X")
+    sgd_momentum: float = option(
+        OPTIMIZER, "Momentum of sgd.", 0.9, metavar="X", minimum=0, below=1
+    )
+    muon_momentum: float = option(
+        OPTIMIZER, "Momentum of muon.", 0.95, metavar="X", minimum=0, below=1
+    )
     clip_grad: float = option(
         OPTIMIZER, "Clip the gradient to this norm; 0: no clipping.", 1.0, metavar="X", minimum=0
     )

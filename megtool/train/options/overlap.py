@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megtool.errors import UsageError
-from megtool.options.field import Options, option
+from megtool.options.effects import excludes, requires
+from megtool.options.field import OptionCondition, Options, option
 
 if TYPE_CHECKING:
     from megtool.model.stacks.decoder import Decoder
-    from megtool.spec.model_config import ModelConfig
 
 OVERLAP = "Overlap"
+
+_HAS_SHARED_EXPERTS = OptionCondition(
+    holds=lambda options, facts: facts.has_shared_experts,
+    reason="{has} no effect: the model has no shared experts",
+    hint="leave {it} out",
+    on_facts=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,60 +31,24 @@ class OverlapOptions(Options):
         "With --sequence-parallel, multiply the rows of other ranks in forward passes as they "
         "arrive.",
         False,
+        needs=(
+            requires("sequence_parallel"),
+            *excludes({"fp8_recipe": "an FP8 product has one scale for all rows"}),
+        ),
     )
     moe_shared_expert_overlap: bool = option(
         OVERLAP,
         "With --ep, compute shared experts while tokens are on their way to other ranks' experts, "
         "and back.",
         False,
+        needs=(requires("ep"), _HAS_SHARED_EXPERTS),
     )
     overlap_p2p_communication: bool | None = option(
         OVERLAP,
         "With --pp, receive ahead and send behind while a stage computes; default: with --vpp "
         "only.",
+        needs=(requires("pp"),),
     )
-
-
-def check_overlap(s: Any) -> None:
-    """Check the options of a `TrainConfig` that let communication overlap.
-
-    Raises:
-        UsageError: one has no effect, or excludes another option.
-    """
-    needs = (
-        ("--tp-comm-overlap", s.tp_comm_overlap, s.sequence_parallel, "--sequence-parallel"),
-        ("--moe-shared-expert-overlap", s.moe_shared_expert_overlap, s.ep > 1, "--ep"),
-        (
-            "--overlap-p2p-communication",
-            s.overlap_p2p_communication is not None,
-            s.pp > 1,
-            "--pp",
-        ),
-    )
-    for name, is_given, has_effect, needed in needs:
-        if is_given and not has_effect:
-            raise UsageError(
-                f"{name} has no effect without {needed}", error_id="option-without-effect"
-            )
-    if s.tp_comm_overlap and s.fp8_recipe is not None:
-        raise UsageError(
-            "--tp-comm-overlap and --fp8-recipe exclude each other: an FP8 product has one scale "
-            "for all rows",
-            hint="leave out one of them",
-        )
-
-
-def check_overlap_of_model(s: Any, config: ModelConfig) -> None:
-    """Check that a model has what is to overlap.
-
-    Raises:
-        UsageError: it has no shared experts.
-    """
-    if s.moe_shared_expert_overlap and not config.shared_ffn_hidden_size:
-        raise UsageError(
-            "--moe-shared-expert-overlap has no effect: the model has no shared experts",
-            error_id="option-without-effect",
-        )
 
 
 def let_overlap(stages: Sequence[Decoder], settings: OverlapOptions) -> None:

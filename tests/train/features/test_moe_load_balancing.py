@@ -21,6 +21,7 @@ from megtool.model.moe.router import Router, choose
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.model.stacks.recompute import recompute
+from megtool.options.effects import check_effects
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_source
@@ -28,6 +29,7 @@ from megtool.spec.model_config import ModelConfig
 from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature, make_balance_settings
 from megtool.train.model.build import load_for_training
 from megtool.train.options.config import TrainConfig
+from megtool.train.options.model_facts import ModelFacts
 from tests.support.errors import raises
 from tests.support.worlds.gloo_world import run_world
 
@@ -314,10 +316,10 @@ def test_the_checkpoints_own_weights_only_if_asked() -> None:
     none = args | {"moe_router_load_balancing_type": "none"}
     found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, none)
     assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)
-    with pytest.raises(UsageError, match="type has no effect without --moe-aux-loss-coeff"):
+    with raises(UsageError, "without --moe-aux-loss-coeff", id="option-without-effect"):
         TrainConfig(moe_router_load_balancing_type="seq_aux_loss")
-    with pytest.raises(UsageError, match="without an expert bias"):
-        make_balance_settings(TrainConfig(moe_router_bias_update_rate=0.1), config, {})
+    with raises(UsageError, "without an expert bias", id="option-without-effect"):
+        check_effects(TrainConfig(moe_router_bias_update_rate=0.1), ModelFacts.from_config(config))
     dense = ModelConfig(**{k: v for k, v in SIZES.items() if "exp" not in k and "moe" not in k})
     with pytest.raises(UsageError, match="without experts"):
         make_balance_settings(TrainConfig(moe_z_loss_coeff=0.1), dense, {})
