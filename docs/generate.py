@@ -117,7 +117,7 @@ def algorithm_options() -> str:
 
 def families() -> str:
     """The model families."""
-    from megtool.convert.families.family import families
+    from megtool.convert.families.detection import families
     from megtool.export.gguf.architectures import is_exported
 
     return table(
@@ -144,7 +144,7 @@ def unknown_families() -> str:
 
     They are those of the release that is tested with; beside another, the page stays as it is.
     """
-    from megtool.convert.families.family import families
+    from megtool.convert.families.detection import families
 
     tested = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     if tested is None or version("transformers") != tested[1]:

@@ -2,6 +2,13 @@
 
 `megtool.reshard(source, destination, tp=3)` and the other verbs are functions; see
 `megtool.commands.verbs`. They are imported when they are first used.
+
+The rooms, from the top down: __main__.py, dcp.py, megatron.py, torch_checkpointing.py,
+transformers.py; cli, frameworks; commands; export, machine, train; quantize; lint; quant;
+inference; access, audit; reshard; fp8_state; run_state; source; adapters, megatron_state;
+converters; convert, data, model, optim; formats; staging; plan; digests; transport; parallel,
+pickles; kernels, tensors; number_formats, options, report; process, spec, storage; console.py,
+dtypes.py; errors.py.
 """
 
 import importlib as _importlib
@@ -77,7 +84,7 @@ class _Package(_ModuleType):
 
     def __getattr__(self, name: str) -> object:
         if name in _MODULES:
-            return _importlib.import_module(f"{__name__}.frameworks.{name}")
+            return _importlib.import_module(f"{__name__}.{name}")
         if name.startswith("_") or name not in __all__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name in _ACCESS:

@@ -4,31 +4,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from megtool import dcp as dcp
+from megtool import megatron as megatron
+from megtool import torch_checkpointing as torch_checkpointing
+from megtool import transformers as transformers
 from megtool.access.checkpoint import Checkpoint as Checkpoint
 from megtool.access.checkpoint import open_checkpoint as open  # noqa: F401
 from megtool.access.checkpoint import stream as stream
 from megtool.access.state_dict import load_state_dict as load_state_dict
 from megtool.commands.adapter import ConvertAdapterReport, InspectAdapterReport
-from megtool.commands.audit import AuditReport
 from megtool.commands.clean import CleanReport
 from megtool.commands.demo import DemoReport
 from megtool.commands.doctor import DoctorReport
-from megtool.commands.inspect import InspectReport
-from megtool.commands.lint import LintReport
 from megtool.commands.recipe import ListReport, ShowReport
+from megtool.commands.reports.audit import AuditReport
 from megtool.commands.reports.evaluate import EvaluatePlan, EvaluateReport, LabelReport
 from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.commands.reports.generate import Answer, GeneratePlan, GenerateReport
+from megtool.commands.reports.inspect import InspectReport
+from megtool.commands.reports.lint import LintReport
 from megtool.commands.reports.verify import VerifyReport
 from megtool.commands.tokenize import TokenizeReport
 from megtool.commands.worker_scan import ShareReport
 from megtool.console import Progress
 from megtool.export.report import ExportReport
 from megtool.fp8_state.inspect_report import AmaxInspection
-from megtool.frameworks import dcp as dcp
-from megtool.frameworks import megatron as megatron
-from megtool.frameworks import torch_checkpointing as torch_checkpointing
-from megtool.frameworks import transformers as transformers
 from megtool.inference.generation.text_engine import Engine as Engine
 from megtool.plan.copies import ReshardPlan
 from megtool.quant.derive_calibration import DeriveReport

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from bench.table import Table, parser, show, times
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import ContiguousCache
 from megtool.model.stacks.decoder import Decoder

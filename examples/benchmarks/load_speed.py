@@ -41,7 +41,7 @@ def megtool_load():
     import megtool
     megtool.load_state_dict(state, source)
 def megtool_dcp():
-    import megtool.frameworks.dcp
+    import megtool.dcp
     dcp.load(state, storage_reader=megtool.dcp.Reader(source), no_dist=True)
 def reader():
     from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -52,7 +52,7 @@ def load_file():
         for name, tensor in load_file(file).items():
             state[name].copy_(tensor)
 import torch.distributed.checkpoint as dcp
-import megtool.access.state_dict, megtool.frameworks.dcp, safetensors.torch
+import megtool.access.state_dict, megtool.dcp, safetensors.torch
 def anonymous():
     return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) << 10
 before, peak, stopped = anonymous(), 0, threading.Event()

@@ -1,1 +1,4 @@
-"""Reading any checkpoint under any names, without converting it first."""
+"""Reading any checkpoint under any names, without converting it first.
+
+From the top down: engines; the files here.
+"""

@@ -93,14 +93,14 @@ def _escape(text: str) -> str:
 
 
 _ACCESS = (
+    "from megtool import dcp as dcp",
+    "from megtool import megatron as megatron",
+    "from megtool import torch_checkpointing as torch_checkpointing",
+    "from megtool import transformers as transformers",
     "from megtool.access.checkpoint import Checkpoint as Checkpoint",
     "from megtool.access.checkpoint import open_checkpoint as open  # noqa: F401",
     "from megtool.access.checkpoint import stream as stream",
     "from megtool.access.state_dict import load_state_dict as load_state_dict",
-    "from megtool.frameworks import dcp as dcp",
-    "from megtool.frameworks import megatron as megatron",
-    "from megtool.frameworks import torch_checkpointing as torch_checkpointing",
-    "from megtool.frameworks import transformers as transformers",
 )
 """What the package has beside verbs, as its stub says it."""
 

@@ -4,98 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from megtool.commands.options.export import LintOptions
-from megtool.console import several
+from megtool.commands.reports.lint import LintReport
 from megtool.errors import FormatError
 from megtool.lint.context import read_context
 from megtool.lint.engines import ENGINES, EngineTarget
-from megtool.lint.finding import Finding, Severity, sort_findings
+from megtool.lint.finding import Finding, sort_findings
 from megtool.lint.folder_view import open_folder
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
-from megtool.report.sections import Report, Row, Section
-
-_MAX_SHOWN = 3
-"""Findings of one rule that are shown; further ones are counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LintReport(Report):
-    """What the loaders of engines find wrong with a folder.
-
-    `targets` are engines with their versions, `form` is the `quant_method` of the folder, and
-    `formats` counts its linear modules by the format of their tensors ("" is plain; experts in one
-    tensor count as one). `num_rules` applied to this form.
-    """
-
-    path: str
-    targets: tuple[str, ...]
-    tp: int
-    form: str
-    formats: dict[str, int]
-    num_rules: int
-    seconds: float
-    findings: tuple[Finding, ...]
-
-    @property
-    def num_errors(self) -> int:
-        """Findings that stop an engine, or make its output wrong."""
-        return sum(f.severity == "error" for f in self.findings)
-
-    @property
-    def exit_status(self) -> int:
-        """0, or 7 if there is any error."""
-        return 7 if self.num_errors else 0
-
-    def of(self, target: str) -> tuple[Finding, ...]:
-        """The findings for one engine."""
-        return tuple(f for f in self.findings if f.target == target)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return self.add_remarks({"num_errors": self.num_errors, **asdict(self)})
-
-    def title(self) -> str:
-        """The folder and its formats."""
-        plain = self.formats.get("", 0)
-        counts = [f"{n} {algo}" for algo, n in self.formats.items() if algo]
-        counts += [f"{plain} unquantized"] if plain else []
-        ranks = f", for {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
-        return f"{self.path} ({self.form or 'not quantized'}): {', '.join(counts)}{ranks}"
-
-    def rows(self) -> Iterator[Row]:
-        """The number of findings for each engine."""
-        for target in self.targets:
-            findings = self.of(target)
-            errors = sum(f.severity == "error" for f in findings)
-            text = f"{several(errors, 'error')}, {several(len(findings) - errors, 'warning')}"
-            yield target, text if findings else "no findings"
-
-    def sections(self) -> Iterator[Section]:
-        """The findings for each engine, by rule."""
-        for target in self.targets:
-            if findings := self.of(target):
-                yield Section(title=target, rows=[*_rows_by_rule(findings)])
-
-
-def _rows_by_rule(findings: Sequence[Finding]) -> Iterator[Row]:
-    counts = Counter((f.id, f.severity) for f in findings)
-    shown: Counter[tuple[str, Severity | None]] = Counter()
-    for f in findings:
-        key = (f.id, f.severity)
-        shown[key] += 1
-        if shown[key] > _MAX_SHOWN:
-            continue
-        yield str(f.severity), f"{f.id}: {f.module}: {f.message}"
-        if shown[key] == min(_MAX_SHOWN, counts[key]):
-            if counts[key] > _MAX_SHOWN:
-                yield "", f"and {counts[key] - _MAX_SHOWN} more (--json lists them)"
-            yield "", f.effect
-            yield "", f"{f.hint}; see {f.source}"
 
 
 def _newer_release(target: EngineVersion) -> Finding:

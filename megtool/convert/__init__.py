@@ -1,4 +1,7 @@
-"""Conversion between dialects: the mapping language and its interpreter."""
+"""Conversion between dialects: the mapping language and its interpreter.
+
+From the top down: the files here; megatron; families; config; language.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megtool.convert.families.family import Family
 from megtool.convert.language.mapping import Tower
 from megtool.errors import MappingError
-
-if TYPE_CHECKING:
-    from megtool.convert.families.family import Family
 
 _LAYER = re.compile(r"(.*?\.|)(\d+)\.(.+\.)(weight|bias|qweight|weight_packed)")
 _AS_WEIGHT = re.compile(r"\.(?:qweight|weight_packed)$")

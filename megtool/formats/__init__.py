@@ -1,4 +1,8 @@
-"""The checkpoint formats, and detection of the format of a path."""
+"""The checkpoint formats, and detection of the format of a path.
+
+From the top down: torch_checkpointing; deepspeed, gguf, megatron_legacy, safetensors, torch_dist,
+zarr; the files here.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megtool.fp8_state.checks import LOOSE, SLACK, StateFinding
 from megtool.fp8_state.weight_amax import find_sites, index_box
 from megtool.megatron_state.extra_states.amax_report import AmaxFinding
-from megtool.megatron_state.extra_states.names import Site
+from megtool.megatron_state.extra_states.names import Site, is_quantizer_buffer
 from megtool.storage.files import Files, read_file
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement, narrow
@@ -31,8 +31,6 @@ Array = NDArray[np.float32]
 
 QUANTIZER = re.compile(r"\.((?:weight|input|output|[kqv]_bmm)_quantizer(?:\.\d+)?)\._amax$")
 """The suffix of such a tensor after its module's name; several quantizers are numbered."""
-
-_PLAIN_AMAX = re.compile(r"_quantizer(\.\d+)?\.(_amax|_global_amax)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +52,6 @@ class AmaxBuffer:
     def is_per_tensor(self) -> bool:
         """Whether it is one number for the whole tensor."""
         return self.values.size == 1
-
-
-def is_amax_buffer(name: str) -> bool:
-    """Whether a stored tensor is an amax of a ModelOpt quantizer, and no part of the model."""
-    return _PLAIN_AMAX.search(name) is not None
-
-
-def is_quantizer_buffer(name: str) -> bool:
-    """Whether a stored tensor is an amax or a smoothing scale of a ModelOpt quantizer."""
-    return is_amax_buffer(name) or name.endswith("_quantizer._pre_quant_scale")
 
 
 def has_quantizers(catalogue: Catalogue) -> bool:

@@ -1,1 +1,5 @@
-"""Kernels: one fused operation a file, each with its plain-torch reference."""
+"""Kernels: one fused operation a file, each with its plain-torch reference.
+
+From the top down: attention, experts; elementwise, fp8, graphs, recurrence, vocabulary; the files
+here; transformer_engine; wgrad_accumulation.py.
+"""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.dialects import CanonicalView, read_side
+from megtool.convert.families.detection import detect_family
 from megtool.convert.families.draft_heads import compare_head
-from megtool.convert.families.family import Family, detect_family
+from megtool.convert.families.family import Family
 from megtool.convert.language.binding import Binding, missing
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import dtype

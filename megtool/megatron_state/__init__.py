@@ -1,1 +1,4 @@
-"""What Megatron stores beside weights, by rank or by bucket, as tensors of the model."""
+"""What Megatron stores beside weights, by rank or by bucket, as tensors of the model.
+
+From the top down: model_space.py; ranks; extra_states, optimizer; the files here.
+"""

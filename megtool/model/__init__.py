@@ -1,1 +1,5 @@
-"""The model: one decoder for every family, parallel over ranks."""
+"""The model: one decoder for every family, parallel over ranks.
+
+From the top down: stacks; moe, recurrent; attention; the files here; cache; batch.py, layers,
+positions.
+"""

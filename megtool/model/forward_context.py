@@ -13,7 +13,8 @@ from megtool.model.cache.key_windows import KeyWindows
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
-    from megtool.model.cache.kv_cache import KeySpan, KVCache
+    from megtool.model.cache.key_span import KeySpan
+    from megtool.model.cache.kv_cache import KVCache
     from megtool.model.cache.source import EncodedSource
     from megtool.model.layers.dropout import Draws
     from megtool.model.masks import Masks

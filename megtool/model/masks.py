@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megtool.kernels.attention.mask import Mask, Segments, Slopes
-from megtool.model.cache.kv_cache import KeySpan
+from megtool.model.cache.key_span import KeySpan
 from megtool.model.positions.alibi import slopes_of
 from megtool.model.positions.rotary import has_rotation
 from megtool.parallel.context_parallel import chunk_size, chunks_of

@@ -20,7 +20,6 @@ from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
-    from megtool.plan.share import PlanShare
     from megtool.transport.computed_tensors import TensorFeed
     from megtool.transport.weight_update import WeightUpdate
 
@@ -182,6 +181,26 @@ class _Columns:
         stride = self.mults[entry] * np.take_along_axis(step, self.dims[entry], axis=1)
         start = ((self.base[entry] - lo) * step).sum(axis=1) + (view_lo * stride).sum(axis=1)
         return start, stride
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanShare:
+    """The entries of which a worker writes elements, and the bytes that they take.
+
+    All bytes of a target are in the order of their entries: by the file and the offset at which
+    each begins, and copies of a tensor beside each other. A worker has those from `begin` to `end`.
+    An entry of at most a unit belongs to the worker that has its middle, or that of all its copies
+    and all that begin with it; of a larger one, each worker does the units whose middle it has.
+    `entries` are numbers, ascending, with all terms of a reduction. `divided` maps those that other
+    workers take part in to their first byte in the order. `borders` are where the shares of all
+    workers but the first begin: entries, and how many of their bytes are another worker's.
+    """
+
+    begin: int
+    end: int
+    entries: Ints
+    divided: dict[int, int]
+    borders: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.plan.copies import PlanEntry, ReshardPlan
+from megtool.plan.copies import PlanEntry, PlanShare, ReshardPlan
 from megtool.plan.work_units import (
     KernelUnit,
     TiledUnit,
@@ -30,26 +29,6 @@ from megtool.tensors.grouping import grouped
 from megtool.tensors.placement import Placement
 from megtool.transport.shard_locator import ShardLocator
 from megtool.transport.tile import split_box
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanShare:
-    """The entries of which a worker writes elements, and the bytes that they take.
-
-    All bytes of a target are in the order of their entries: by the file and the offset at which
-    each begins, and copies of a tensor beside each other. A worker has those from `begin` to `end`.
-    An entry of at most a unit belongs to the worker that has its middle, or that of all its copies
-    and all that begin with it; of a larger one, each worker does the units whose middle it has.
-    `entries` are numbers, ascending, with all terms of a reduction. `divided` maps those that other
-    workers take part in to their first byte in the order. `borders` are where the shares of all
-    workers but the first begin: entries, and how many of their bytes are another worker's.
-    """
-
-    begin: int
-    end: int
-    entries: Ints
-    divided: dict[int, int]
-    borders: tuple[tuple[int, int], ...] = ()
 
 
 def cut_share(

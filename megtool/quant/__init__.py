@@ -1,1 +1,5 @@
-"""Quantization: recipes, calibration, algorithms, packing and verification."""
+"""Quantization: recipes, calibration, algorithms, packing and verification.
+
+From the top down: mixed_precision; the files here, modelopt; calibration; algorithms; fake_quant,
+packed_tensors; qparams.py, rotation, statistics; recipes.
+"""

@@ -28,9 +28,9 @@ from megtool.fp8_state.collect import (
     require_fp8_state,
     require_known_experts,
 )
-from megtool.fp8_state.modelopt_amax import AmaxBuffer, is_amax_buffer
+from megtool.fp8_state.modelopt_amax import AmaxBuffer
 from megtool.fp8_state.weight_amax import WEIGHT, find_sites
-from megtool.megatron_state.extra_states.names import Site
+from megtool.megatron_state.extra_states.names import Site, is_amax_buffer
 from megtool.megatron_state.extra_states.te_state import ExtraState
 from megtool.number_formats.delayed_scaling import INPUT
 from megtool.options.groups import SourceOptions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.errors import MappingError
-from megtool.fp8_state.modelopt_amax import is_amax_buffer
+from megtool.megatron_state.extra_states.names import is_amax_buffer
 from megtool.options.groups import AdaptedSourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted

@@ -1,1 +1,4 @@
-"""The stages of one `megtool quantize` run, and its report."""
+"""The stages of one `megtool quantize` run, and its report.
+
+From the top down: the files here; layout, verification.
+"""

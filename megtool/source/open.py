@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
-from megtool.convert.families.family import detect_family, family
+from megtool.convert.families.detection import detect_family, family
 from megtool.convert.families.label_head import with_label_head
 from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.megatron.args import config_from_args
@@ -35,7 +35,7 @@ from megtool.errors import (
 from megtool.formats import ARRAY_FORMATS, STATE_DICT_FORMATS, open_checkpoint
 from megtool.formats.auxiliary_files import check_json_size
 from megtool.formats.safetensors.quantization_config import TRANSFORMS_KEY, transform_config
-from megtool.fp8_state.modelopt_amax import is_quantizer_buffer
+from megtool.megatron_state.extra_states.names import is_quantizer_buffer
 from megtool.megatron_state.model_space import to_model_space
 from megtool.megatron_state.nemo_config import read_foreign_args
 from megtool.megatron_state.optimizer.master_weight_check import check_masters

@@ -1,1 +1,4 @@
-"""Checkpoints under construction, on disk or in a store: staged, resumed and published whole."""
+"""Checkpoints under construction, on disk or in a store: staged, resumed and published whole.
+
+From the top down: workers; left_overs.py, store; folder; destination; the files here.
+"""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megtool.cli.app import main
-from megtool.convert.families.family import family_names
+from megtool.convert.families.detection import family_names
 from tests.support.folders import file_states, staging_folders
 from tests.support.models import tiny_llama
 from tests.support.paths import ROOT

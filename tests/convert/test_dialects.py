@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megtool.convert.dialects import DialectOptions, detect_dialect, read_side, write_side
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.convert.megatron.names import split_optimizer
 from megtool.errors import MappingError

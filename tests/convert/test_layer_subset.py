@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.layer_subset import (
     edited_config,
     of_layers,

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megtool import reshard
-from megtool.convert.families.family import detect_family, family, family_names
+from megtool.convert.families.detection import detect_family, family, family_names
 from megtool.errors import UnknownFamilyError
 from tests.support.paths import ROOT
 

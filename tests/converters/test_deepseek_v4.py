@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import export, lint, quantize, reshard, verify
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.errors import FormatError, RecipeError
 from megtool.formats import open_checkpoint
 from megtool.quant.resolve import resolve_recipe

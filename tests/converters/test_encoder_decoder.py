@@ -10,7 +10,7 @@ import pytest
 
 from megtool import quantize, reshard, verify
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megtool import reshard, verify
-from megtool.convert.families.family import family_names
+from megtool.convert.families.detection import family_names
 from megtool.source.open import open_source
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored

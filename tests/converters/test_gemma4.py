@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megtool import reshard
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.layer_subset import of_layers
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import LayoutError, MappingError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families.family import detect_family, families, family, family_names
+from megtool.convert.families.detection import detect_family, families, family, family_names
 from megtool.convert.gguf import config_from_gguf
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.dtypes import dtype

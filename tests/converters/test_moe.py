@@ -14,7 +14,7 @@ import torch
 
 from megtool import reshard, verify
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families.family import detect_family, family
+from megtool.convert.families.detection import detect_family, family
 from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError

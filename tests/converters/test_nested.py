@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megtool import inspect, reshard, verify
-from megtool.convert.families.family import detect_family, families, family
+from megtool.convert.families.detection import detect_family, families, family
 from megtool.convert.megatron.sharding import is_known, rule_of
 from megtool.convert.whole_towers import check_towers
 from megtool.errors import MappingError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.data.open_dataset import RowOptions, open_dataset
 from megtool.data.packing import IGNORED
 from megtool.data.source_target import SourceTarget, SourceTargetDataset

@@ -18,9 +18,9 @@ from torch_checkpointing.default_resharder import DefaultResharder
 import megtool
 from megtool import reshard
 from megtool.errors import FormatError, UsageError
-from megtool.frameworks.torch_checkpointing import MetadataFormat, StorageConfig
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore
+from megtool.torch_checkpointing import MetadataFormat, StorageConfig
 from tests.support.errors import raises
 from tests.support.folders import torch_tensors
 from tests.support.models import tiny_llama

@@ -13,7 +13,7 @@ import torch
 import megtool
 from megtool import quantize, reshard
 from megtool.errors import FormatError, MappingError, UsageError
-from megtool.frameworks.transformers import from_pretrained
+from megtool.transformers import from_pretrained
 from tests.support.errors import raises
 from tests.support.limits import run_limited
 from tests.support.models import gguf_models, tiny_models
@@ -185,7 +185,7 @@ PEAK = """
 import json, sys, torch
 import transformers.models.llama.modeling_llama
 from megtool.reshard.execute import peak_rss_bytes
-from megtool.frameworks.transformers import from_pretrained
+from megtool.transformers import from_pretrained
 from megtool.reshard.execute import peak_rss_bytes
 before = peak_rss_bytes()
 model = from_pretrained(sys.argv[1], dtype=sys.argv[2])

@@ -11,7 +11,7 @@ import torch
 
 from megtool import reshard
 from megtool.errors import MappingError
-from megtool.frameworks.transformers import from_pretrained
+from megtool.transformers import from_pretrained
 from tests.support.errors import raises
 from tests.support.models.every_family import MODELS
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megtool.kernels.attention.mask import AttentionSizes, Mask
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import ContiguousCache, KeySpan
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import ContiguousCache
 from megtool.model.masks import Masks
 from megtool.spec.model_config import ModelConfig
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megtool import evaluate, export, generate, lint, quantize, reshard, verify
-from megtool.convert.families.family import families, family_names
+from megtool.convert.families.detection import families, family_names
 from megtool.errors import FormatError, MappingError, RecipeError
 from megtool.inference.load import load
 from megtool.model.batch import Batch

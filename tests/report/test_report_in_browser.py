@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.commands.inspect import InspectReport, TensorLine
 from megtool.commands.inspection.name_tree import NameFold
 from megtool.commands.pages.inspect import MAX_HISTOGRAMS, inspect_page
+from megtool.commands.reports.inspect import InspectReport, TensorLine
 from megtool.digests.statistics import TensorStatistics
 from megtool.dtypes import dtype
 from megtool.report.html import write_page

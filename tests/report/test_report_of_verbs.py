@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import audit, reshard, verify
-from megtool.commands.lint import LintReport
 from megtool.commands.pages.evaluate import evaluate_page
 from megtool.commands.pages.finetune import finetune_page
 from megtool.commands.pages.lint import lint_page
@@ -18,6 +17,7 @@ from megtool.commands.pages.quantize import quantize_page
 from megtool.commands.pages.reshard import reshard_page
 from megtool.commands.reports.evaluate import Divergence, EvaluateReport, WorstPosition
 from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
+from megtool.commands.reports.lint import LintReport
 from megtool.commands.verbs import VERBS
 from megtool.lint.finding import Finding
 from megtool.quantize.report import QuantizeReport

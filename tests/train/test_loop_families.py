@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.convert.families.family import families, family_names
+from megtool.convert.families.detection import families, family_names
 from megtool.errors import UsageError
 from megtool.inference.collate import collate_rows
 from tests.support.errors import raises

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 

@@ -180,7 +180,7 @@ def gradient_accumulation(options: Options, phase: Phases) -> Options:
     """Backward passes of a decoder's micro-batches, with the optimizer's fusion or without."""
     import torch
 
-    from megtool.convert.families.family import family
+    from megtool.convert.families.detection import family
     from megtool.model.batch import Batch
     from megtool.model.stacks.decoder import Decoder
     from megtool.optim.config import OptimizerConfig

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.training import ADAM, CLIP, DECAY, LR, LossOf, batch, decayed, fill
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.model.batch import Batch
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.fully_shard import FullyShard, sharded_modules

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.model.batch import Batch
 from megtool.model.stacks.decoder import Decoder
 from megtool.optim.config import OptimizerConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megtool.audit.rules import AUDIT_RULES, RULES_BY_ID
 from megtool.audit.run_audit import StepPoint
-from megtool.commands.audit import AuditReport
+from megtool.commands.reports.audit import AuditReport
 from megtool.console import format_bytes
 from megtool.report.figures import HeatGrid, LineSeries, heat_figure, line_figure
 from megtool.report.page import (

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megtool.commands.inspect import InspectReport, TensorLine
 from megtool.commands.inspection.rank_contents import RankContents
+from megtool.commands.reports.inspect import InspectReport, TensorLine
 from megtool.console import format_bytes
 from megtool.report.figures import (
     HeatGrid,

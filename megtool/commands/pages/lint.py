@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megtool.commands.lint import LintReport
+from megtool.commands.reports.lint import LintReport
 from megtool.lint.finding import Finding
 from megtool.report.figures import HeatGrid, bar_figure, heat_figure
 from megtool.report.page import Page, PageFinding, PageSection, PageTile, Tone

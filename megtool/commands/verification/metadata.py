@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megtool.commands.reports.verify import Difference
-from megtool.convert.families.family import detect_family
+from megtool.convert.families.detection import detect_family
 from megtool.errors import MappingError
 from megtool.lint.consistency import check_consistency
 from megtool.lint.folder_view import open_folder

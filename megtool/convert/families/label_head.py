@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megtool.convert.config.keys import Setting
+from megtool.convert.families.family import Family
 from megtool.convert.language.mapping import Dropped, Row, Table, Tower, word
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from megtool.convert.families.family import Family
 
 SUFFIX = "ForSequenceClassification"
 _OTHER_HEADS = ("ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")

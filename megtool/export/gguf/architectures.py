@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.convert.families.family import Family, family
+from megtool.convert.families.detection import family
+from megtool.convert.families.family import Family
 from megtool.convert.language.mapping import Cat, Row
 from megtool.errors import MappingError
 from megtool.export.gguf import tables

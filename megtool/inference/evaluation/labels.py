@@ -13,7 +13,7 @@ from megtool.data.labeled_texts import LabeledDataset, LabeledText
 from megtool.errors import CheckpointError
 from megtool.inference.collate import collate_rows
 from megtool.inference.forward import Forward
-from megtool.model.stacks.label_scores import numbers_of, score_rows
+from megtool.model.stacks.label_scores import numbers_of
 from megtool.options.layout import LabelKind
 
 
@@ -58,7 +58,7 @@ def score_texts(
         shape = len(numbers), num_sides, num_labels
         scores = torch.zeros(shape, dtype=torch.float64, device=forward.device)
         if x_TH is not None:
-            scores_BSL = score_rows(forward.decoder, x_TH).view(*batch.shape, num_labels)
+            scores_BSL = forward.decoder.score_rows(x_TH).view(*batch.shape, num_labels)
             places = torch.tensor([dataset.places_of(n) for n in numbers], device=x_TH.device)
             rows = torch.arange(len(numbers), device=x_TH.device)[:, None]
             scores = scores_BSL[rows, places].double()

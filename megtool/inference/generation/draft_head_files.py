@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megtool.convert.families.detection import family
 from megtool.convert.families.draft_heads import (
     compare_head,
     find_draft_head,
     find_wrong_size,
     usual_name,
 )
-from megtool.convert.families.family import family
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.formats import open_checkpoint
 from megtool.model.positions.rotary import Rotary

@@ -31,6 +31,7 @@ _STACKED = re.compile(r"((?:module\.)*(?:language_model\.)?(?:decoder|encoder)\.
 _STACKED_TOWER = re.compile(r"vision_model\.decoder\.(?:layers|deepstack_merger_list)\.(?!\d)")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _EXPERTS = ".experts.experts."
+_AMAX = re.compile(r"_quantizer(\.\d+)?\.(_amax|_global_amax)$")
 _SINGLE = re.compile(r"(.+\.experts\.experts\.)(\d+)\.(.+)")
 _EMPTY_BYTES = 4096
 _SITES = (
@@ -89,6 +90,16 @@ class Site:
 def is_extra_state(name: str) -> bool:
     """Whether the object is a module's extra state."""
     return f"{SUFFIX}/shard_" in name
+
+
+def is_amax_buffer(name: str) -> bool:
+    """Whether a stored tensor is an amax of a ModelOpt quantizer, and no part of the model."""
+    return _AMAX.search(name) is not None
+
+
+def is_quantizer_buffer(name: str) -> bool:
+    """Whether a stored tensor is an amax or a smoothing scale of a ModelOpt quantizer."""
+    return is_amax_buffer(name) or name.endswith("_quantizer._pre_quant_scale")
 
 
 def parse_site(name: str) -> Site | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megtool.errors import MappingError
 from megtool.kernels.attention.mask import BucketBias, Mask
-from megtool.model.cache.kv_cache import KeySpan
+from megtool.model.cache.key_span import KeySpan
 from megtool.model.layers.param_attributes import mark
 from megtool.model.masks import Masks
 from megtool.parallel.process_groups import Group, ProcessGroups

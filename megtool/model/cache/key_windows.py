@@ -7,15 +7,12 @@ of a pass may begin with tokens of the passes before, of which the cache keeps t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megtool.model.cache.key_span import KeySpan
 from megtool.spec.checks import OVERLAP_RATIO
-
-if TYPE_CHECKING:
-    from megtool.model.cache.kv_cache import KeySpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

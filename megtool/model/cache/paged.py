@@ -13,7 +13,8 @@ from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.cache.block_pool import BlockPool
 from megtool.model.cache.compressed import CompressedKeys
-from megtool.model.cache.kv_cache import KeySpan, KVCache, entry_sizes
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import KVCache, entry_sizes
 from megtool.model.cache.recurrent_state import Mixers, RecurrentStates
 from megtool.parallel.process_groups import ALONE, ProcessGroups
 from megtool.spec.model_config import ModelConfig

@@ -19,7 +19,8 @@ from megtool.model.attention.context_parallel import check_cache, check_exchange
 from megtool.model.attention.indexer import check_sources
 from megtool.model.attention.shared_kv import check_kv_sources
 from megtool.model.batch import Batch, check_ids, check_positions
-from megtool.model.cache.kv_cache import KeySpan, KVCache
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import KVCache
 from megtool.model.forward_context import ForwardContext
 from megtool.model.layers.dropout import Draws, Dropout
 from megtool.model.layers.hooks import ActivationHook
@@ -30,10 +31,10 @@ from megtool.model.positions.rotary import Rotary
 from megtool.model.stacks.decoder_checks import check_compressed_pass, check_kind, check_whole
 from megtool.model.stacks.ends import Embedding, MaskedHead, VocabBias
 from megtool.model.stacks.hyper_connections import HyperHead
-from megtool.model.stacks.label_scores import label_loss, label_scores, make_score_layers
+from megtool.model.stacks.label_scores import LabelHead
 from megtool.model.stacks.layer import TransformerLayer
 from megtool.model.stacks.mtp import MtpLayer, MultiTokenPrediction, is_hybrid, with_mtp_layers
-from megtool.options.layout import LabelKind, ParallelConfig
+from megtool.options.layout import ParallelConfig
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
 from megtool.parallel.process_groups import ALONE, ProcessGroups
@@ -148,7 +149,7 @@ class Block(HyperHead):
                 handle.remove()
 
 
-class Decoder(nn.Module):
+class Decoder(LabelHead):
     """A transformer of one stack of layers, built from its configuration.
 
     In a `bidirectional` one tokens attend to all others, and its logits are those of the tokens
@@ -246,8 +247,9 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=device,
             )
-        self.label_kind: LabelKind = "classes"
-        self.score, self.score_dense = make_score_layers(self, device)
+        self.label_kind, self.score, self.score_dense = "classes", None, None
+        if stage.head and config.num_labels:
+            self.init_scores(config, dtype=dtype, device=device)
         self.output_layer: ColumnLinear | VocabBias | None = None
         has_output = stage.head and not config.num_labels
         if has_output and not config.tied_embeddings:
@@ -280,7 +282,7 @@ class Decoder(nn.Module):
         """The output of `forward`, from the states of `hidden` (of whole rows with a cache)."""
         (rows, tokens), cp = batch.shape, ALONE if is_whole else self.groups.cp
         if self.config.num_labels:
-            return label_scores(self, x_TH, rows)
+            return self.label_scores(x_TH, rows)
         if last_only:
             x_TH = self._gathered(x_TH).detach()
             x_BSH = whole_tokens(x_TH.view(rows, tokens // cp.size, -1), cp)
@@ -308,7 +310,14 @@ class Decoder(nn.Module):
         the context of their pass; None if there are none, or they are not trained."""
         if self.mtp is None or not self.mtp.is_trained:
             return None
-        return self.mtp.loss(self, self.mtp_input(x_TH), batch, labels_BS, frame)
+        return self.mtp.loss(
+            self.mtp_input(x_TH),
+            batch,
+            labels_BS,
+            frame,
+            embed=self.embed_tokens,
+            loss_of=self.loss_of,
+        )
 
     def mtp_input(self, x_TH: Tensor) -> Tensor:
         """What layers of multi-token prediction read of the last pass: its states of `hidden`, or
@@ -319,7 +328,7 @@ class Decoder(nn.Module):
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `loss` (or `label_loss`), from the states of `hidden`."""
         if self.config.num_labels:
-            return label_loss(self, x_TH, labels_BS)
+            return self.label_loss(x_TH, labels_BS)
         config, tp = self.config, self.groups.tp
         x_TH, weight_VH = self.head_factors(x_TH)
         labels_T = own_tokens(labels_BS, self.groups.cp).flatten()

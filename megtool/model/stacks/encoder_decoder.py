@@ -12,7 +12,8 @@ from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.attention.mask import Mask
 from megtool.model.attention.relative_bias import RelativeBias, biased_masks
 from megtool.model.batch import Batch, check_ids
-from megtool.model.cache.kv_cache import KeySpan, KVCache
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import KVCache
 from megtool.model.cache.source import EncodedSource, source_mask
 from megtool.model.forward_context import ForwardContext
 from megtool.model.layers.dropout import Draws

@@ -7,9 +7,9 @@ are the decoder's own. Source: megatron-core 0.16.1, `transformer/multi_token_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from megtool.parallel.collectives import gather_columns, scatter_rows
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.spec.layer_sets import ATTENTION, EXPERTS, MAMBA, MLP
 from megtool.spec.model_config import ModelConfig
-
-if TYPE_CHECKING:
-    from megtool.model.stacks.decoder import Decoder
 
 LOSS_FACTOR = 0.1
 """Megatron's `--mtp-loss-scaling-factor`, by default."""
@@ -247,19 +244,21 @@ class MultiTokenPrediction(nn.Module):
 
     def loss(
         self,
-        decoder: Decoder,
         x_TH: Tensor,
         batch: Batch,
         labels_BS: Tensor,
         frame: ForwardContext,
+        *,
+        embed: Callable[[Tensor, ForwardContext], Tensor],
+        loss_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """What these layers add to the decoder's sum of losses (float32).
+        """Return what these layers add to the decoder's sum of losses (float32).
 
-        `x_TH` are the states after the final norm, or the residuals side by side. The loss of each
-        depth is the mean over the labels that are left after shifting, as many times as the batch
-        has labels: so it weighs the same in a loss that is divided by labels. The sum over depths
-        is divided by their number,
-        and multiplied by `loss_factor`.
+        `x_TH` are the states after the final norm, or the residuals side by side. `embed` and
+        `loss_of` are the decoder's: the embedding of tokens, and the loss of states. The loss of
+        each depth is the mean over the labels that are left after shifting, as many times as the
+        batch has labels: so it weighs the same in a loss that is divided by labels. The sum over
+        depths is divided by their number, and multiplied by `loss_factor`.
         """
         tokens_BS, documents_BS = batch.tokens_BS, batch.documents_BS
         num_labels = (labels_BS != IGNORED).sum()
@@ -267,11 +266,11 @@ class MultiTokenPrediction(nn.Module):
         for depth in range(len(self.layers)):
             tokens_BS = shifted(tokens_BS, documents_BS, 0)
             labels_BS = shifted(labels_BS, documents_BS, IGNORED)
-            embedded_TH = decoder.embed_tokens(tokens_BS, frame)
+            embedded_TH = embed(tokens_BS, frame)
             layer = self.layer(depth)
             x_TH = layer.advance(x_TH, embedded_TH, frame)
             state_TH = layer.finish(x_TH)
-            loss, count = decoder.loss_of(state_TH, labels_BS)
+            loss, count = loss_of(state_TH, labels_BS)
             x_TH = x_TH if layer.num_streams else state_TH
             before = self.sums[depth]
             self.sums[depth] = before[0] + loss.detach(), before[1] + count

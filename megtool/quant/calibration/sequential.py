@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.requirements import derive_requirements
 from megtool.quant.calibration.resume_folder import ResumeFolder
-from megtool.quant.calibration.settings import CalibrationSettings
+from megtool.quant.calibration.settings import CalibrationSettings, UnitSolver
 from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.qparams import QParams
@@ -40,25 +40,6 @@ from megtool.source.checkpoint import CheckpointSource
 from megtool.spec.model_config import ModelConfig
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
-PassRunner = Callable[[ActivationRecorder], None]
-
-
-class UnitSolver(Protocol):
-    """Solves the parameters of a unit's modules by passes of its own over the data, instead of
-    `solve_qparams` by statistics of one pass."""
-
-    name: str
-    num_passes: int | None
-    """The passes, if their number is known."""
-
-    def solve_unit(
-        self,
-        decoder: Decoder,
-        sites: Sequence[ActivationSite],
-        weights: CanonicalWeights,
-        run_pass: PassRunner,
-    ) -> QParams:
-        """Solve the parameters of a unit; every rank of the stage calls this, and gets all."""
 
 
 @dataclass(slots=True, kw_only=True)

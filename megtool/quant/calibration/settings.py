@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from megtool.inference.load import load
 from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.quant.calibration.canonical_weights import CanonicalWeights
+from megtool.quant.calibration.recorder import ActivationRecorder
+from megtool.quant.qparams import QParams
+from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.source.checkpoint import CheckpointSource
 
-if TYPE_CHECKING:
-    from megtool.quant.calibration.sequential import UnitSolver
+PassRunner = Callable[[ActivationRecorder], None]
+
+
+class UnitSolver(Protocol):
+    """Solves the parameters of a unit's modules by passes of its own over the data, instead of
+    `solve_qparams` by statistics of one pass."""
+
+    name: str
+    num_passes: int | None
+    """The passes, if their number is known."""
+
+    def solve_unit(
+        self,
+        decoder: Decoder,
+        sites: Sequence[ActivationSite],
+        weights: CanonicalWeights,
+        run_pass: PassRunner,
+    ) -> QParams:
+        """Solve the parameters of a unit; every rank of the stage calls this, and gets all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.row_recorder import RowRecorder
-from megtool.quant.calibration.sequential import PassRunner
+from megtool.quant.calibration.settings import PassRunner
 from megtool.quant.modelopt.load import import_modelopt, silence_output
 from megtool.quant.modelopt.quantizer_config import (
     MULTIPLYING,

@@ -20,8 +20,7 @@ from megtool.convert.megatron.names import split_state
 from megtool.convert.megatron.parallel_args import parallel_from_args
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError
-from megtool.fp8_state.modelopt_amax import is_quantizer_buffer
-from megtool.megatron_state.extra_states.names import SUFFIX
+from megtool.megatron_state.extra_states.names import SUFFIX, is_quantizer_buffer
 from megtool.megatron_state.saved_objects import read_object, saved_args
 from megtool.options.groups import SourceOptions
 from megtool.options.layout import ParallelConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from megtool.console import Progress, silent
 from megtool.convert.dialects import CanonicalView, read_side
-from megtool.convert.families.family import detect_family
+from megtool.convert.families.detection import detect_family
 from megtool.dtypes import dtype
 from megtool.errors import MegtoolError
 from megtool.formats import open_checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.errors import MappingError
 from tests.support.errors import raises
 from tests.support.models.tiny_model import SIZES, sizes_of

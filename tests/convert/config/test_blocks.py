@@ -10,7 +10,7 @@ import pytest
 
 from megtool.convert.config.blocks import BLOCKS as ARG
 from megtool.convert.dialects import DialectOptions, read_side, write_side
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.layer_subset import edited_config, of_layers
 from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits

@@ -21,7 +21,7 @@ from megtool.convert.config.hybrid import (
     to_hybrid,
 )
 from megtool.convert.dialects import DialectOptions, read_side, write_side
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.convert.megatron.hybrid_pattern import parse_pattern, pattern_of, pattern_text
 from megtool.convert.megatron.parallel_args import layout_fields

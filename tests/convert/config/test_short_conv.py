@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megtool.convert.config.hybrid import hybrid_form
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.convert.megatron.hybrid_pattern import parse_pattern
 from megtool.errors import MappingError

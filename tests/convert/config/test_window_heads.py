@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import MappingError
 from tests.support.errors import raises

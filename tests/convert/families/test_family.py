@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megtool.convert.families.family import families
+from megtool.convert.families.detection import families
 from megtool.convert.language.mapping import Row, word
 from megtool.export.gguf import layout
 from megtool.export.gguf.architectures import is_exported

@@ -22,7 +22,7 @@ from megtool.kernels.attention.tiles import ScoreRule, merge
 from megtool.kernels.transformer_engine import library as transformer_engine
 from megtool.model.attention.relative_bias import RelativeBias
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import KeySpan
+from megtool.model.cache.key_span import KeySpan
 from megtool.model.masks import Masks
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.spec.model_config import ModelConfig

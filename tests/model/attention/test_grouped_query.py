@@ -14,7 +14,8 @@ import torch
 from megtool.errors import LayoutError
 from megtool.model.attention.grouped_query import attend
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import ContiguousCache, KeySpan
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import ContiguousCache
 from megtool.model.layers.param_attributes import finish_gradients
 from megtool.model.masks import Masks
 from megtool.model.stacks.decoder import Decoder

@@ -9,7 +9,7 @@ from megtool.errors import LayoutError
 from megtool.kernels.attention.mask import Mask
 from megtool.model.attention.grouped_query import attend
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import KeySpan
+from megtool.model.cache.key_span import KeySpan
 from megtool.model.masks import Masks, masks_of
 from megtool.model.stacks.decoder import Decoder
 from megtool.options.layout import ParallelConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megtool import lint, quantize, reshard, verify
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.convert.megatron.hybrid_pattern import parse_pattern
 from megtool.errors import LayoutError, MappingError

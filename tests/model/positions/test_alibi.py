@@ -11,7 +11,7 @@ from megtool.convert.megatron.args import args_from_config, config_from_args, me
 from megtool.errors import MappingError
 from megtool.kernels.attention.mask import Slopes
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import KeySpan
+from megtool.model.cache.key_span import KeySpan
 from megtool.model.positions.alibi import slopes, slopes_of
 from megtool.parallel.process_groups import ALONE, Group
 from megtool.spec.model_config import ModelConfig

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megtool.errors import LayoutError, UsageError
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import ContiguousCache, KeySpan, KVCache
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import ContiguousCache, KVCache
 from megtool.model.cache.paged import PagedCache
 from megtool.model.cache.recurrent_state import Mixers, MixerSize
 from megtool.model.forward_context import ForwardContext

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.dtypes import dtype
 from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import ContiguousCache

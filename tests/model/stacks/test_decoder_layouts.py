@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megtool import reshard
-from megtool.convert.families.family import families, family_names
+from megtool.convert.families.detection import families, family_names
 from megtool.convert.language.mapping import Row
 from tests.support.worlds.gloo_world import run_world
 

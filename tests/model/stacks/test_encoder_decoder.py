@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megtool import reshard
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.inference.load import load
 from megtool.model.attention.relative_bias import RelativeBias

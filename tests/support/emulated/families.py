@@ -22,7 +22,7 @@ start(Path(sys.argv[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megtool.convert.families.family import family  # noqa: E402
+from megtool.convert.families.detection import family  # noqa: E402
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep  # noqa: E402
 from megtool.inference.forward import Forward  # noqa: E402
 from megtool.kernels.dispatch import Implementation, use  # noqa: E402

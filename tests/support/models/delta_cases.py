@@ -13,7 +13,8 @@ from megtool.inference.generation.batching import GenerateRequest
 from megtool.inference.generation.generate import DecodingOptions, generate
 from megtool.kernels.recurrence.causal_conv import runs_of
 from megtool.model.batch import Batch
-from megtool.model.cache.kv_cache import ContiguousCache, KeySpan, KVCache
+from megtool.model.cache.key_span import KeySpan
+from megtool.model.cache.kv_cache import ContiguousCache, KVCache
 from megtool.model.cache.paged import PagedCache
 from megtool.model.forward_context import ForwardContext
 from megtool.model.stacks.decoder import Decoder

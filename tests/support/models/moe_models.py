@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megtool.convert.dialects import read_side, write_side
-from megtool.convert.families.family import family
+from megtool.convert.families.detection import family
 from megtool.dtypes import dtype
 from megtool.model.stacks.decoder import Decoder
 from megtool.spec.model_config import ModelConfig

@@ -187,7 +187,7 @@ def has_other_ranks() -> bool:
 
 def _deferred(view: NamedView) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in their order: small ones read in batches, large ones when they are copied."""
-    from megtool.frameworks.engines.deferred_tensor import DeferredTensor
+    from megtool.access.engines.deferred_tensor import DeferredTensor
 
     small = (n for n in view if view[n].num_bytes < DEFERRED_BYTES)
     batches = in_batches(small, lambda n: view[n].num_bytes)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from megtool.access.engines.weights import EngineCheckpoint, has_other_ranks
 from megtool.errors import UsageError
-from megtool.frameworks.engines.weights import EngineCheckpoint, has_other_ranks
 
 if TYPE_CHECKING:
     import torch

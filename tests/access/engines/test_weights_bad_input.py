@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import quantize, reshard
+from megtool.access.engines import sglang, trtllm, vllm
 from megtool.errors import FormatError, MappingError, MegtoolError, UsageError
-from megtool.frameworks.engines import sglang, trtllm, vllm
 from tests.support.engines.replayed import EngineLoadConfig, put_sglang, put_trtllm, put_vllm
 from tests.support.errors import raises
 from tests.support.models import tiny_llama, tiny_models

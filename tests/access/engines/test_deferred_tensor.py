@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import megtool
-from megtool.frameworks.engines.deferred_tensor import DeferredTensor
+from megtool.access.engines.deferred_tensor import DeferredTensor
 from tests.support.counted_reads import CountedReads
 
 SHAPE = (16, 12, 64)

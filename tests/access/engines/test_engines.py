@@ -21,9 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megtool import quantize, reshard
+from megtool.access.engines import sglang, trtllm, vllm, weights
+from megtool.access.engines.weights import EngineCheckpoint
 from megtool.errors import UsageError
-from megtool.frameworks.engines import sglang, trtllm, vllm, weights
-from megtool.frameworks.engines.weights import EngineCheckpoint
 from tests.support.counted_reads import CountedReads
 from tests.support.engines.replayed import (
     EngineLoadConfig,

@@ -1,7 +1,7 @@
 """TensorRT-LLM's checkpoint loader, for its PyTorch backend.
 
     from tensorrt_llm import LLM
-    from megtool.frameworks.engines.trtllm import loader_class
+    from megtool.access.engines.trtllm import loader_class
 
     loader = loader_class()(location="s3://bucket/run/iter_0005000")
     llm = LLM(model="HF_FOLDER", checkpoint_loader=loader)
@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megtool.frameworks.engines.weights import EngineCheckpoint
+from megtool.access.engines.weights import EngineCheckpoint
 
 if TYPE_CHECKING:
     import torch
