@@ -85,7 +85,7 @@ def with_computed(
     others = catalogue.select(lambda name: name not in removed)
     blocks = [(number, *block) for number, c in enumerate(computed) for block in c.blocks]
     tensors = [c.tensor for c in computed]
-    ndim = max(others.shards.boxes.ndim, *(len(t.shape) for t in tensors))
+    ndim = max([others.shards.boxes.ndim, *(len(t.shape) for t in tensors)])
     first, count = len(others.tensors), len(others.shards)
     boxes = Boxes.of([_pad(lo, hi, ndim) for _, lo, hi in blocks], ndim)
     old = others.shards

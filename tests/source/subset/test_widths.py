@@ -227,6 +227,14 @@ def test_layers_are_recorded_too(tmp_path: Path) -> None:
     assert deeper.pruned == ("4 of 4 layers, some several times: 5 in all",)
 
 
+def test_sizes_that_a_model_already_has_leave_nothing_out(tmp_path: Path) -> None:
+    hf = tiny_llama.save(tmp_path / "hf")
+    save_scores(tmp_path / "scores", open_source(hf).config)
+    reshard(hf, tmp_path / "out", pruning_scores=tmp_path / "scores", num_attention_heads=4)
+    assert stored_tensors(tmp_path / "out") == stored_tensors(hf)
+    assert verify(hf, tmp_path / "out").verdict == "equal"
+
+
 def test_reports_say_whose_scores_chose_and_what_a_record_is_not_of(tmp_path: Path) -> None:
     hf = tiny_llama.save(tmp_path / "hf")
     scores = save_scores(tmp_path / "scores", open_source(hf).config)
