@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -82,3 +83,11 @@ def test_tests_lie_where_their_module_lies() -> None:
     at_root = {p for p in TEST_FILES if p.parent == TESTS and p.stem in OF_THE_CHECKOUT}
     wrong = [relative(p) for p in TEST_FILES if p not in at_root and not is_mirrored(p)]
     assert wrong == []
+
+
+def test_the_map_of_support_names_every_folder_and_file() -> None:
+    page = (TESTS / "support" / "README.md").read_text()
+    folders = {f"{p.parent.name}/" for p in (TESTS / "support").glob("*/*.py")}
+    files = {p.name for p in (TESTS / "support").glob("*.py")}
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(.+?)`", row)} == folders | files

@@ -1,1 +1,1 @@
-"""The audit of a run: its saves one after the other, each byte read once, and what is wrong."""
+"""The audit of a run: every save is read once, and compared with those before it."""

@@ -1,4 +1,4 @@
-"""Conversion between dialects: the mapping language and its interpreter.
+"""Conversion between dialects: the language of mappings, and its interpreter.
 
 From the top down: the files here; megatron; families; config; language.
 """

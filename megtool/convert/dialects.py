@@ -22,7 +22,7 @@ from megtool.convert.identity import as_they_are, is_optimizer_state, under_same
 from megtool.convert.language.binding import Binding, missing, summarize
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel, Weight
 from megtool.convert.language.mapping import Row, Table, Tower, first_gap, stack_layers
-from megtool.convert.megatron import names as megatron
+from megtool.convert.megatron import names as megatron_names
 from megtool.convert.megatron.sharding import shard
 from megtool.convert.whole_towers import check_towers
 from megtool.dtypes import DType
@@ -53,7 +53,7 @@ STATE_LAST = "optimizer.state.{name}.{state}"
 
 def detect_dialect(names: Sequence[str]) -> str:
     """The dialect of stored names: `megatron`, `gguf`, `torchtitan`, or `hf` for anything else."""
-    if megatron.is_megatron(names):
+    if megatron_names.is_megatron(names):
         return "megatron"
     if any(n.startswith("blk.") or n == "token_embd.weight" for n in names):
         return "gguf"
@@ -131,7 +131,7 @@ def read_side(
         )
     absent, flags = missing(out.canonical, model)
     if absent and not partial:
-        table = _table(dialect, family, per_layer=megatron.is_per_layer(by_state.get("", {})))
+        table = _table(dialect, family, per_layer=megatron_names.is_per_layer(by_state.get("", {})))
         place = first_gap(Binding(table, model).rows, model, absent[0], out.canonical)
         raise MappingError(
             f"{_count(len(absent), 'tensor')} missing: {summarize(absent)}"
@@ -229,7 +229,7 @@ def _read_states(
                 (t.name, "a step count, not a tensor") for t in tensors_of_state.values()
             )
             continue
-        per_layer = megatron.is_per_layer(tensors_of_state)
+        per_layer = megatron_names.is_per_layer(tensors_of_state)
         if per_layer not in bindings:
             table = _table(out.dialect, out.family, per_layer=per_layer)
             bindings[per_layer] = Binding(table, model)
@@ -260,7 +260,7 @@ def _read_states(
 _STATE_DICTS = ("hf", "torchtitan")
 """Dialects of state dicts, which may have the parts of an optimizer, and of wrappers."""
 
-_SHIFTED = ("", megatron.MAIN)
+_SHIFTED = ("", megatron_names.MAIN)
 """Weights and their master weights are stored shifted (`mapping.Shifted`), moments are not."""
 
 
@@ -353,7 +353,7 @@ def write_side(
         )
     table = _table(dialect, family, per_layer=per_layer, in_parts=options.in_parts)
     if dialect == "megatron" and options.singletons:
-        table = (*(family.megatron if family else ()), *megatron.SINGLETONS)
+        table = (*(family.megatron if family else ()), *megatron_names.SINGLETONS)
     if dialect == "megatron" and options.tower_names:
         table = tuple(
             replace(r, writes_megatron=True) if isinstance(r, Tower) else r for r in table
@@ -366,7 +366,9 @@ def write_side(
     binding = Binding(table, CanonicalModel(config, _vocabulary(family)))
     sizes = parallel or ParallelConfig()
     pad_to = (
-        megatron.padded_multiple(sizes.tp, options.divisible_by) if dialect == "megatron" else 1
+        megatron_names.padded_multiple(sizes.tp, options.divisible_by)
+        if dialect == "megatron"
+        else 1
     )
     out = TargetView(tensors=[], placements={}, shards=None, fills=[], dropped=[])
     for state, canonical in _by_state(source.canonical).items():
@@ -441,7 +443,7 @@ def _homeless(
         return MappingError(text, tensor=names[0], hint=hint)
     stored, lacks = gap
     stacked = dialect == "megatron" and lacks.startswith("layers.")
-    stacked = stacked and not megatron.is_per_layer([stored])
+    stacked = stacked and not megatron_names.is_per_layer([stored])
     detail = "a stacked key, which needs every layer" if stacked else "made of several tensors"
     if state:
         return MappingError(
@@ -484,8 +486,8 @@ def _table(
     if dialect == "megatron":
         family_rows = family.megatron if family else ()
         if not per_layer:
-            return (*stack_layers(family_rows), *megatron.STACKED)
-        return (*family_rows, *(megatron.IN_PARTS if in_parts else megatron.PER_LAYER))
+            return (*stack_layers(family_rows), *megatron_names.STACKED)
+        return (*family_rows, *(megatron_names.IN_PARTS if in_parts else megatron_names.PER_LAYER))
     if family is None:
         raise MappingError(
             f"{dialect!r} names need a family, and the checkpoint names none",
@@ -545,8 +547,8 @@ def _with_mlp_in_mtp(config: ModelConfig, keys: Collection[str]) -> ModelConfig:
 
 def _split(dialect: str, name: str) -> tuple[str, str, str]:
     if dialect == "megatron":
-        return megatron.split_state(name)
-    return megatron.split_optimizer(name) if dialect in _STATE_DICTS else ("", "", name)
+        return megatron_names.split_state(name)
+    return megatron_names.split_optimizer(name) if dialect in _STATE_DICTS else ("", "", name)
 
 
 def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, GlobalTensor]]:
@@ -562,7 +564,7 @@ def _speller(state: str, source: CanonicalView, options: DialectOptions) -> Call
     if not state:
         return str
     spelled = source.states.get(state, state)
-    if state == megatron.MAIN:
+    if state == megatron_names.MAIN:
         spelled = options.main or spelled
     pattern = options.state_names or STATE_FIRST
     return lambda name: pattern.format(state=spelled, name=name)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
-from megtool.convert.megatron import names as megatron
+from megtool.convert.megatron import names as megatron_names
 from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
@@ -30,7 +30,7 @@ def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> 
     by_layer = _is_by_layer([t.name for t in tensors])
     for t in tensors:
         shape = t.shape
-        if config is not None and shape and megatron.is_vocabulary(t.name):
+        if config is not None and shape and megatron_names.is_vocabulary(t.name):
             rows = min(shape[0], config.vocab_size)
             if rows < shape[0]:
                 padding[t.name] = shape[0] - rows
@@ -51,7 +51,7 @@ def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> 
 
 def _is_by_layer(names: Collection[str]) -> bool:
     """Canonical names are those of layers, which are no decoder's of one stack."""
-    return megatron.is_encoder_decoder(names) or megatron.is_retro(names)
+    return megatron_names.is_encoder_decoder(names) or megatron_names.is_retro(names)
 
 
 _STACK = re.compile(r"(.*(?:encoder|decoder)\.layers\.)(?!\d)(.+)")
@@ -123,7 +123,7 @@ def is_optimizer_state(name: str) -> bool:
     """
     parts = name.split(".")
     return (
-        megatron.split_state(name)[0] != ""
+        megatron_names.split_state(name)[0] != ""
         or parts[-1] in _STATES
         or not _OPTIMIZERS.isdisjoint(parts)
     )
@@ -147,7 +147,7 @@ def under_same_names(
     Raises:
         LayoutError: Retro is to be cut into stages, which megatron-core cannot do.
     """
-    is_retro = megatron.is_retro(source.canonical)
+    is_retro = megatron_names.is_retro(source.canonical)
     if is_retro and parallel is not None and parallel.pp > 1:
         raise LayoutError(
             f"pp={parallel.pp}, and Retro has no pipeline: layers behind the one with the encoder "
@@ -156,11 +156,11 @@ def under_same_names(
         )
     tensors: list[GlobalTensor] = []
     fills: list[Padding] = []
-    pad_to = megatron.padded_multiple(parallel.tp if parallel else 1, divisible_by)
-    cut = parallel is not None and megatron.is_megatron(source.canonical)
+    pad_to = megatron_names.padded_multiple(parallel.tp if parallel else 1, divisible_by)
+    cut = parallel is not None and megatron_names.is_megatron(source.canonical)
     for name, t in source.canonical.items():
         shape = t.shape
-        if parallel is not None and cut and shape and megatron.is_vocabulary(name):
+        if parallel is not None and cut and shape and megatron_names.is_vocabulary(name):
             rows = shape[0]
             if config is not None or rows % parallel.tp:
                 rows = -(-rows // pad_to) * pad_to

@@ -1,1 +1,1 @@
-"""What is computed over all bytes of tensors and files: digests, comparisons, statistics."""
+"""Digests, comparisons and statistics over all bytes of tensors and files."""

@@ -1,4 +1,4 @@
-"""Export: what an engine's folder holds, and codes on their way from one form to another.
+"""Exports for inference engines: Hugging Face folders, GGUF, TensorRT-LLM; codes repacked.
 
 From the top down: trtllm_legacy; gguf, hf; the files here.
 """

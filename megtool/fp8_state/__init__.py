@@ -1,1 +1,1 @@
-"""The parts of `megtool amax`, one action a file."""
+"""FP8 scaling state of checkpoints: inspected, derived, fixed and stripped (`megtool amax`)."""

@@ -1,7 +1,7 @@
 """Convert FP8's delayed scaling state for another checkpoint: release, history, columns.
 
 States follow their layers and experts by name (`checkpoint_objects`); those of several ranks are
-merged when they are read (`rank_extra_state`). Weights are read only to rebuild states.
+merged when they are read (`merge_ranks`). Weights are read only to rebuild states.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other frameworks' words for any checkpoint: torch, Megatron, transformers.
+"""Any checkpoint through the interfaces of torch, Megatron and transformers.
 
 From the top down: the files here; megatron_core.
 """

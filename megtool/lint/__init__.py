@@ -1,1 +1,1 @@
-"""One checker of quantized folders: rules of engines' loaders, each with its public source."""
+"""Checks of quantized folders against the loaders of engines; each rule names its public source."""

@@ -1,1 +1,1 @@
-"""What a machine has, and what of megtool it can run: `megtool doctor`."""
+"""Detection of what a machine has, and of what megtool can run on it: `megtool doctor`."""

@@ -29,7 +29,7 @@ class ForwardContext:
     Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
     for the backward pass where layers are computed again: other passes may have run since.
     `positions_BS` has a batch of 1 where all rows have the same. `balanced` are the layers whose
-    routers have counted their choices (see `moe_aux_loss`), and `draws` the elements that dropout
+    routers have counted their choices (see `moe.aux_loss`), and `draws` the elements that dropout
     zeroes, if any (see `dropout`). With context parallelism (`cp`)
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows. Recurrent mixers ask for `real_BS`, false for

@@ -1,1 +1,1 @@
-"""What others wrap bytes in: zip archives and pickles, read without running them."""
+"""Zip archives and pickles: read without running code in them, and written."""

@@ -2,7 +2,7 @@
 
 It holds what checkpoints of Megatron-Core, NeMo, ModelOpt, Transformer Engine and PyTorch name. A
 name is matched exactly, by module and qualified name. A form says what may be done with it, because
-a harmless name can be misused: `pickle_rules` checks both.
+a harmless name can be misused: `rules` checks both.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class PickleScan:
 def read_payload(
     data: bytes, *, stub_classes: Mapping[tuple[str, str], Any] | None = None
 ) -> PicklePayload | None:
-    """Decode a payload, `stub_classes` as in `pickle_reader.decode`; None for bytes that are none.
+    """Decode a payload, `stub_classes` as in `reader.decode`; None for bytes that are none.
 
     Raises:
         FormatError: the bytes would be unpickled, but cannot be read here: damaged, hostile, or

@@ -2,7 +2,7 @@
 
 Checkpoints store small values in pickles, and a pickle is a program. Here every class or function
 that it names becomes an inert stub that stores its arguments; nothing is imported, called or
-executed. `pickle_writer.encode` writes such a tree back.
+executed. `writer.encode` writes such a tree back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes trees of plain values and inert nodes as pickles, without importing what they name.
 
 Protocol 2 by default, like torch.save, so that `torch.load(weights_only=True)` reads it. Only
-globals of the allow-list (`pickle_globals`) are written, each in the form that checkpoints use.
+globals of the allow-list (`allow_list`) are written, each in the form that checkpoints use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plan of a reshard: every copy as columns of n-d boxes.
 
-A plan is data. `planner.build_plan` computes it from headers, `copy.execute` executes it. It is
+A plan is data. `planner.build_plan` computes it from headers, `execute.execute` executes it. It is
 independent of models and formats.
 """
 

@@ -73,7 +73,7 @@ def allocate(tensors: Iterable[GlobalTensor]) -> dict[str, Memory]:
 
 
 class MemoryStage:
-    """Memory that `copy.execute` fills: of every tensor, by name, the bytes it has. Use in `with`.
+    """Memory that `execute.execute` fills: of every tensor, by name, the bytes it has; a context.
 
     Arrays have to be C-contiguous and writable.
     """

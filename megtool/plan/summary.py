@@ -138,7 +138,7 @@ class PlanSummary:
 def summarize(
     plan: ReshardPlan, *, threads: int = 1, memory_bytes: int = 256 << 20, digest_all: bool = False
 ) -> PlanSummary:
-    """Summarize a plan as `copy.execute` would execute it with these settings.
+    """Summarize a plan as `execute.execute` would execute it with these settings.
 
     With `digest_all` every byte passes through buffers. Works on columns, so that millions of
     steps take about a second.

@@ -1,1 +1,1 @@
-"""What one process does with threads, children and memory, and which worker of how many it is."""
+"""Threads, child processes, memory and worker identity of this process."""

@@ -1,4 +1,4 @@
-"""The engine: from an opened checkpoint to a planned, executed and proven copy of it.
+"""The engine: plans a copy of an opened checkpoint, executes it and verifies it.
 
 From the top down: the files here; writers.
 """

@@ -225,7 +225,8 @@ def execute(
     `start` is the time on the monotonic clock from which the report counts seconds.
 
     Raises:
-        MegtoolError: see `CheckpointStage` and `copy.execute`; nothing is left at the destination.
+        MegtoolError: see `CheckpointStage` and `plan.execute.execute`; nothing is left at the
+            destination.
     """
     plan = job.plan
     summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)

@@ -1,1 +1,1 @@
-"""The state of a run beside its tensors, at a new layout: objects, args, optimizer format."""
+"""The state of a run beside its tensors, for a new layout: objects, args, optimizer format."""

@@ -1,4 +1,4 @@
-"""An open checkpoint: opened, identified, and as other checkpoints and adapters change it.
+"""An open checkpoint: its format and family, subsets, averages, merges and adapters of it.
 
 From the top down: the files here, subset; checkpoint.py, computed.
 """

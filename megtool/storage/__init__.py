@@ -1,4 +1,4 @@
-"""System calls: open files, reads, writes, copies, names, locks; the one place of each.
+"""Files and stores: the one place of every system call and request.
 
 From the top down: the files here; location; objects; stores.
 """

@@ -1,4 +1,4 @@
-"""How boxes of tensors move: located, read, cast, decoded and computed, tile by tile.
+"""Boxes of tensors on their way: located, read, cast, decoded and computed, tile by tile.
 
 From the top down: reading; the files here.
 """

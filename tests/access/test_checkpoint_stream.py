@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megtool
-from megtool.access import checkpoint as access
+from megtool.access import checkpoint
 from megtool.errors import LayoutError, StorageError
 from tests.support.errors import raises
 from tests.support.folders import torch_tensors
@@ -147,11 +147,11 @@ def dropped(folder: Path) -> set[str]:
 
 def test_batches_are_bounded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor comes alone; the next batch is read while one is used, and no further."""
-    monkeypatch.setattr(access, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(checkpoint, "BATCH_BYTES", 5000)
     view = megtool.open(llama).as_("hf")
     sizes = [
         sum(view[n].num_bytes for n in names)
-        for names in access.in_batches(view, lambda n: view[n].num_bytes)
+        for names in checkpoint.in_batches(view, lambda n: view[n].num_bytes)
     ]
     assert max(sizes) == view["model.embed_tokens.weight"].num_bytes
     assert sum(sizes) == view.num_bytes
@@ -168,7 +168,7 @@ def test_a_read_that_fails_is_raised_where_tensors_are_used(
     def refuse(*_: object) -> None:
         raise StorageError("the disk failed", file=llama)
 
-    monkeypatch.setattr(access.BoxReader, "read", refuse)
+    monkeypatch.setattr(checkpoint.BoxReader, "read", refuse)
     with raises(StorageError, "disk"):
         list(megtool.stream(llama))
 

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import megtool
-from megtool.access import state_dict as access
+from megtool.access import state_dict
 from megtool.errors import MappingError, StorageError, UsageError
 from megtool.source import open as open_source
 from tests.support.errors import raises
@@ -136,6 +136,6 @@ def test_a_read_that_fails_says_that_the_model_is_filled_in_part(
     def refuse(*_: object) -> None:
         raise StorageError("the disk failed", file=llama)
 
-    monkeypatch.setattr(access.BoxReader, "read", refuse)
+    monkeypatch.setattr(state_dict.BoxReader, "read", refuse)
     with raises(StorageError, hint="in part"):
         megtool.load_state_dict(build(llama), llama)

@@ -495,16 +495,16 @@ def test_a_mount_point_is_not_replaced(desk: Desk, mount: Callable[[str], Path])
 def test_a_source_that_is_replaced_meanwhile(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megtool.plan import execute as copy
+    from megtool.plan import execute
 
-    real = copy.plan_units
+    real = execute.plan_units
 
     def units(*arguments: Any, **options: Any) -> Any:
         shutil.copy(desk.hf / "model.safetensors", desk.hf / "new")
         os.replace(desk.hf / "new", desk.hf / "model.safetensors")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(copy, "plan_units", units)
+    monkeypatch.setattr(execute, "plan_units", units)
     status = main(["reshard", str(desk.hf), str(desk.root / "out"), "--to=torch_dist"])
     told = capsys.readouterr()
     assert status == 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.layers import linear
-from megtool.model.moe import experts as moe
+from megtool.model.moe import experts
 from megtool.model.stacks import pipeline_stage
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.pipeline import PipelineSchedule
@@ -77,9 +77,9 @@ def experts_step(rank: int, size: int, sizes: dict[str, int], options: dict[str,
         setattr(kind, name, call)
 
     dist.all_to_all_single = logged_exchange
-    logged(moe.SharedExperts, "expand", "expand")
-    logged(moe.SharedExperts, "contract", "contract")
-    logged(moe.Experts, "forward", "experts")
+    logged(experts.SharedExperts, "expand", "expand")
+    logged(experts.SharedExperts, "contract", "contract")
+    logged(experts.Experts, "forward", "experts")
     return take_step(stages, groups.dp, log)
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
-from megtool.plan import execute as copy
-from megtool.plan import planner
+from megtool.plan import execute, planner
 from megtool.plan.copies import DroppedItem, Fill, PlanSource, ReshardPlan
 from megtool.plan.summary import summarize
 from megtool.staging.folder.stage import StagingFolder
@@ -69,7 +68,9 @@ def test_a_plan_is_executed_as_its_summary_says(raw, plan, tmp_path, threads, di
     expected = summarize(plan, threads=threads, digest_all=digest == "all")
     files = Files()
     with StagingFolder(tmp_path / "out", files=files, fingerprint=plan.fingerprint) as stage:
-        report = copy.execute(plan, stage, files=files, threads=threads, digest=DigestMode(digest))
+        report = execute.execute(
+            plan, stage, files=files, threads=threads, digest=DigestMode(digest)
+        )
         found = raw.read(plan.target.catalogue, stage.tree)
     want = {n: (a.view("u4") >> 16).astype("u2") for n, a in arrays().items()}
     want["w"] = np.pad(want["w"], ((0, 2), (0, 0)), constant_values=0xFF80)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
 from megtool.errors import DigestError, SourceChangedError, StorageError
-from megtool.plan import execute as copy
-from megtool.plan import work_units
+from megtool.plan import execute, work_units
 from megtool.plan.copies import Fill, Op, PlanSource
 from megtool.plan.planner import build_plan
 from megtool.staging.folder.stage import StagingFolder
@@ -111,7 +110,7 @@ def test_any_layout_reaches_any_other(
     job = Job(raw, scratch(), rng, there=there, here=here, rows=2 * half, cols=cols, kinds=kinds)
     told = []
     with job.stage() as stage:
-        report = copy.execute(
+        report = execute.execute(
             job.plan, stage, files=Files(), threads=threads, digest=mode, progress=told.append
         )
         job.check(stage.tree)
@@ -131,16 +130,16 @@ def test_any_layout_reaches_any_other(
 @pytest.mark.parametrize("here", LAYOUTS)
 @pytest.mark.parametrize("there", LAYOUTS)
 def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
-    monkeypatch.setattr(copy, "TILE_BYTES", 1000)
+    monkeypatch.setattr(execute, "TILE_BYTES", 1000)
     monkeypatch.setattr(work_units, "UNIT_BYTES", 3000)
     rng = random.Random(there + here)
     job = Job(raw, tmp_path, rng, there=there, here=here, rows=60, cols=31)
     with job.stage() as stage:
-        report = copy.execute(job.plan, stage, files=Files(), threads=2, digest=DigestMode.ALL)
+        report = execute.execute(job.plan, stage, files=Files(), threads=2, digest=DigestMode.ALL)
         job.check(stage.tree)
     job.check_digests(report, all_of_them=True)
     with job.stage("again") as stage:
-        copy.execute(job.plan, stage, files=Files(), threads=2)
+        execute.execute(job.plan, stage, files=Files(), threads=2)
         job.check(stage.tree)
 
 
@@ -169,17 +168,17 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, he
     expected = KeyboardInterrupt if error is KeyboardInterrupt else StorageError
     counting = Stopping(0)
     with job.stage("counted") as stage:
-        copy.execute(job.plan, stage, files=counting)
+        execute.execute(job.plan, stage, files=counting)
     for share in (0.4, 0.8):
         stopping = Stopping(int(-counting.left * share), error)
         with job.stage() as stage, pytest.raises(expected):
-            copy.execute(job.plan, stage, files=stopping, threads=threads)
+            execute.execute(job.plan, stage, files=stopping, threads=threads)
         assert not (job.folder / "out").exists()
         assert not (stage.tree / "done").exists()
     with job.stage() as stage:
         done = len(stage.resumed)
         assert done
-        report = copy.execute(job.plan, stage, files=Files(), threads=threads)
+        report = execute.execute(job.plan, stage, files=Files(), threads=threads)
         job.check(stage.tree)
     assert (report.verified, report.repaired) == (done, 0)
 
@@ -188,7 +187,7 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, he
 def test_resuming_repairs_what_was_damaged(raw, tmp_path, there, here):
     job = Job(raw, tmp_path, random.Random(5), there=there, here=here, rows=40, cols=50)
     with job.stage() as stage:
-        first = copy.execute(job.plan, stage, files=Files())
+        first = execute.execute(job.plan, stage, files=Files())
     with job.stage() as stage:
         assert len(stage.resumed) == first.num_units
         largest = max(job.plan.target.catalogue.files, key=lambda f: f.size)
@@ -196,7 +195,7 @@ def test_resuming_repairs_what_was_damaged(raw, tmp_path, there, here):
         damaged = bytearray(path.read_bytes())
         damaged[-3] ^= 64
         path.write_bytes(damaged)
-        report = copy.execute(job.plan, stage, files=Files(), digest=DigestMode.BUFFERED)
+        report = execute.execute(job.plan, stage, files=Files(), digest=DigestMode.BUFFERED)
         job.check(stage.tree)
     assert (report.verified, report.repaired) == (first.num_units, 1)
     job.check_digests(report, all_of_them=False)
@@ -206,10 +205,10 @@ def test_an_expected_digest_that_does_not_hold_names_the_tensor(raw, tmp_path):
     job = Job(raw, tmp_path, random.Random(1), there="apart", here="rows", rows=8, cols=8)
     right = {n: crc32c(a.tobytes()) for n, a in job.canonical.items()}
     with job.stage() as stage:
-        copy.execute(job.plan, stage, files=Files(), digest=DigestMode.ALL, expected=right)
+        execute.execute(job.plan, stage, files=Files(), digest=DigestMode.ALL, expected=right)
     wrong = right | {"a": right["a"] ^ 1}
     with job.stage("other") as stage, raises(DigestError, tensor="a"):
-        copy.execute(job.plan, stage, files=Files(), digest=DigestMode.ALL, expected=wrong)
+        execute.execute(job.plan, stage, files=Files(), digest=DigestMode.ALL, expected=wrong)
     assert not (stage.tree / "done").exists()
 
 
@@ -217,7 +216,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(raw, tmp_path):
     job = Job(raw, tmp_path, random.Random(1), there="apart", here="rows", rows=8, cols=8)
     os.utime(job.source.path(0), ns=(1, 1))
     with job.stage() as stage, pytest.raises(SourceChangedError):
-        copy.execute(job.plan, stage, files=Files())
+        execute.execute(job.plan, stage, files=Files())
     assert not (stage.tree / "done").exists()
 
 
@@ -226,7 +225,7 @@ def test_a_truncated_source_is_an_error(raw, tmp_path):
     for file in job.source.files:
         os.truncate(job.source.root / file.path, 20)
     with job.stage() as stage, pytest.raises(SourceChangedError):
-        copy.execute(job.plan, stage, files=Files(), threads=2)
+        execute.execute(job.plan, stage, files=Files(), threads=2)
 
 
 def test_empty_scalar_and_filled_tensors(raw, tmp_path):
@@ -267,7 +266,7 @@ def test_empty_scalar_and_filled_tensors(raw, tmp_path):
         fills=[Fill(stored="vocab", lo=(5, 0), hi=(8, 3), value=1.5)],
     )
     with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
-        report = copy.execute(plan, stage, files=Files(), digest=DigestMode.ALL)
+        report = execute.execute(plan, stage, files=Files(), digest=DigestMode.ALL)
         found = raw.read(target, stage.tree)
     assert found["one"] == 7
     np.testing.assert_array_equal(found["vocab"][:5], arrays["vocab"])
@@ -298,7 +297,7 @@ def test_a_source_shard_saved_as_a_transposed_view(raw, tmp_path, mode):
     plan = build_plan([PlanSource(catalogue=source, placements=at)], raw.destination(target), at)
     for verified in (0, 1):
         with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
-            report = copy.execute(plan, stage, files=Files(), digest=mode)
+            report = execute.execute(plan, stage, files=Files(), digest=mode)
             np.testing.assert_array_equal(raw.read(target, stage.tree)["x"], array)
         assert (report.verified, report.repaired) == (verified, 0)
 
@@ -339,7 +338,7 @@ def test_packed_rows_are_decoded_and_cast(raw, tmp_path):
         {"x": Placement.identity("x", (48, 256))},
     )
     with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
-        report = copy.execute(plan, stage, files=Files(), memory_bytes=1 << 16)
+        report = execute.execute(plan, stage, files=Files(), memory_bytes=1 << 16)
         found = raw.read(target, stage.tree)["x"]
     plain = gguf.quants.dequantize(packed, kind).reshape(4, 6, 2, 256).transpose(0, 2, 1, 3)
     want = cast_arrays(np.ascontiguousarray(plain).reshape(48, 256), "bfloat16")
@@ -351,6 +350,6 @@ def test_packed_rows_are_decoded_and_cast(raw, tmp_path):
 def test_memory_stays_within_what_was_allowed(raw, tmp_path):
     job = Job(raw, tmp_path, random.Random(2), there="turned", here="apart", rows=1200, cols=900)
     with job.stage() as stage:
-        report = copy.execute(job.plan, stage, files=Files(), threads=2, memory_bytes=1 << 20)
+        report = execute.execute(job.plan, stage, files=Files(), threads=2, memory_bytes=1 << 20)
         job.check(stage.tree)
     assert 0 < report.peak_buffer_bytes <= 1 << 20

@@ -10,7 +10,7 @@ import torch
 
 from megtool import reshard, verify
 from megtool.convert.language.mapping import Row
-from megtool.convert.megatron import names as megatron
+from megtool.convert.megatron import names as megatron_names
 from megtool.convert.megatron.sharding import is_known
 from megtool.errors import MappingError, UnknownTensorsError, UsageError
 from megtool.source.open import open_source
@@ -92,7 +92,7 @@ def test_formats_with_global_shapes_carry_them_though_a_family_does_not_know_the
 
 
 def test_megatrons_own_names_are_known() -> None:
-    for table in (megatron.PER_LAYER, megatron.STACKED):
+    for table in (megatron_names.PER_LAYER, megatron_names.STACKED):
         for row in table:
             for name in (row.stored, *row.also) if isinstance(row, Row) else ():
                 key = name.replace("{l}", "0").replace("{e}", "1").replace("{m}", "0")

@@ -8,8 +8,7 @@ import pytest
 from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
 from megtool.formats import open_checkpoint
-from megtool.plan import execute as copy
-from megtool.plan import work_units
+from megtool.plan import execute, work_units
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan
 from megtool.staging.folder.stage import StagingFolder
@@ -75,7 +74,7 @@ def test_chunks_reach_any_layout(raw, tmp_path, monkeypatch, saved, turned, mode
     monkeypatch.setattr(encoded_chunks, "CACHE_BYTES", 1 << 16)
     job = plan(raw, root, random.Random(threads), turned=turned)
     with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
-        report = copy.execute(
+        report = execute.execute(
             job, stage, files=Files(), threads=threads, memory_bytes=1 << 20, digest=mode
         )
         stage.commit(fsync=False)
@@ -98,7 +97,7 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, saved):
 
     def run(progress=None):
         with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
-            report = copy.execute(job, stage, files=Files(), progress=progress)
+            report = execute.execute(job, stage, files=Files(), progress=progress)
             stage.commit(fsync=False)
         return report
 
@@ -148,7 +147,7 @@ def test_long_runs_of_cells_are_copied_by_the_kernel(raw, tmp_path, mode):
         [PlanSource(catalogue=source, placements=places)], raw.destination(target), places
     )
     with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
-        report = copy.execute(job, stage, files=Files(), digest=mode)
+        report = execute.execute(job, stage, files=Files(), digest=mode)
         stage.commit(fsync=False)
     assert report.kernel_bytes == (wanted.nbytes if mode is DigestMode.NONE else 0)
     np.testing.assert_array_equal(raw.read(target, tmp_path / "out")["t"], wanted)

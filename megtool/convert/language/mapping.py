@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.convert.language import tensor_layout as algebra
+from megtool.convert.language import tensor_layout
 from megtool.convert.language.canonical import (
     DOMAINS,
     CanonicalModel,
@@ -66,7 +66,7 @@ class Same(Word):
 
     def layout(self, model: CanonicalModel) -> TensorLayout:
         """The canonical tensor itself."""
-        return algebra.full_layout(self.name, model.shape(self.name))
+        return tensor_layout.full_layout(self.name, model.shape(self.name))
 
 
 class Grouped(Word):
@@ -91,7 +91,7 @@ class Grouped(Word):
         """Group after group, and in each the words' rows in order."""
         parts = [w.layout(model) for w in self.words]
         dim = self.dim % len(parts[0].shape)
-        return algebra.group(parts, model.value(self.by), dim)
+        return tensor_layout.group(parts, model.value(self.by), dim)
 
 
 class Cat(Grouped):
@@ -115,7 +115,7 @@ class Blocks(Cat):
     def layout(self, model: CanonicalModel) -> TensorLayout:
         """Block after block, and in each the words' rows in order."""
         parts = [w.layout(model) for w in self.words]
-        return algebra.group(parts, model.blocks, self.dim % len(parts[0].shape))
+        return tensor_layout.group(parts, model.blocks, self.dim % len(parts[0].shape))
 
 
 class Interleaved(Grouped):
@@ -130,7 +130,7 @@ class Interleaved(Grouped):
         """Row 0 of every word, then row 1 of every word, and so on."""
         parts = [w.layout(model) for w in self.words]
         dim = self.dim % len(parts[0].shape)
-        return algebra.group(parts, parts[0].shape[dim], dim)
+        return tensor_layout.group(parts, parts[0].shape[dim], dim)
 
 
 class Qkv(Grouped):
@@ -159,7 +159,7 @@ class Transposed(Word):
         """Columns as rows."""
         inner = word(self.of).layout(model)
         n = len(inner.shape)
-        return algebra.transpose(inner, (*range(n - 2), n - 1, n - 2))
+        return tensor_layout.transpose(inner, (*range(n - 2), n - 1, n - 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class Permuted(Word):
         """The same rows in another order."""
         inner = word(self.of).layout(model)
         grid = [model.value(n) for n in self.grid]
-        return algebra.permute(inner, self.dim % len(inner.shape), grid, self.order)
+        return tensor_layout.permute(inner, self.dim % len(inner.shape), grid, self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,9 @@ class Stacked(Word):
     def layout(self, model: CanonicalModel) -> TensorLayout:
         """One slice for every value of the index."""
         inner = word(self.of).layout(model)
-        return algebra.stack([bind(inner, self.over, i) for i in range(model.size(self.over))])
+        return tensor_layout.stack(
+            [bind(inner, self.over, i) for i in range(model.size(self.over))]
+        )
 
 
 @dataclass(frozen=True, slots=True)

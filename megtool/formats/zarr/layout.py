@@ -49,7 +49,7 @@ def plan_zarr_layout(
 ) -> Destination:
     """Plan one array per tensor, of raw chunks.
 
-    With `compress` the metadata declares that compression, and `zarr_compression.compress` must be
+    With `compress` the metadata declares that compression, and `compression.compress` must be
     called after the raw bytes are written.
 
     Chunks are as many whole leading rows as fit `chunk_bytes` (parts of a row if a row is larger),

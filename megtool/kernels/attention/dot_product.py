@@ -2,8 +2,8 @@
 
 One function for training, evaluation, reading prompts and calibration. torch's
 `scaled_dot_product_attention` computes what it has a kernel without scores for, and few pairs are
-computed at once; all else goes by tiles (`attention_tiles`), or on a GPU through kernels of
-sequences without padding (`attention_varlen`) or compiled ones (`attention_flex`).
+computed at once; all else goes by tiles (`tiles`), or on a GPU through kernels of
+sequences without padding (`varlen`) or compiled ones (`flex`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def attention_part(
     query_BNSD: Tensor, key_BKLD: Tensor, value_BKLE: Tensor, mask: Mask, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Attention to a part of the keys, without gradients: the output, [B, N, S, E], and the
-    log-sum-exp of each query's scores, [B, N, S] (see `attention_tiles.merge`)."""
+    log-sum-exp of each query's scores, [B, N, S] (see `tiles.merge`)."""
     states = query_BNSD, key_BKLD, value_BKLE
     if (whole := _as_segments(states, mask, rule)) is not None:
         return attention_varlen.forward(*states, whole, rule)

@@ -28,7 +28,7 @@ def is_able(states: tuple[Tensor, Tensor, Tensor], segments: Segments | None) ->
 def forward(
     query_BNSD: Tensor, key_BKLD: Tensor, value_BKLE: Tensor, mask: Mask, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """See `attention_tiles.forward`; the mask has segments."""
+    """See `tiles.forward`; the mask has segments."""
     segments, (b, n, s, _) = _segments(mask), query_BNSD.shape
     offsets, window = segments.offsets(b, query_BNSD.device), list(segments.window)
     states = (_tokens(x) for x in equal_sizes(query_BNSD, key_BKLD, value_BKLE))
@@ -46,7 +46,7 @@ def backward(
     mask: Mask,
     rule: ScoreRule,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    """See `attention_tiles.backward`.
+    """See `tiles.backward`.
 
     Weights are those that the log-sum-exp gives, so that sinks take their part of them.
     """

@@ -1,1 +1,1 @@
-"""CUDA graphs: captured, replayed, and checked without a GPU."""
+"""CUDA graphs: captured and replayed."""

@@ -1,9 +1,9 @@
 """Transformer Engine's kernels, if requested: loading it, norms and activations.
 
 `SCOPE` says which operations it runs, and that all others are megtool's own. Its modules are in
-`kernels.te_linear`, `te_norm_linear`, `te_experts` and `te_attention`, its recipes in
-`optim.fp8.transformer_engine`, and its Adam in `optim.te_adam`; `train.features.te_layers` chooses
-the layers that have them.
+`linear` and `norm_linear` beside this one, `kernels.experts.transformer_engine` and
+`kernels.attention.transformer_engine`, its recipes in `optim.fp8.transformer_engine`, and its Adam
+in `optim.te_adam`; `train.features.te_layers` chooses the layers that have them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megtool.formats.megatron_legacy.reader import plan_megatron_legacy_layout
 from megtool.pickles.reader import inert_global
 from megtool.pickles.torch_file import plan_torch_file
 from megtool.pickles.writer import make_namespace
-from megtool.plan import execute as copy
+from megtool.plan import execute
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan
 from megtool.staging.folder.stage import StagingFolder
@@ -55,7 +55,7 @@ def copied(source: Catalogue, target: Destination, out: Path) -> None:
     }
     plan = build_plan([PlanSource(catalogue=source, placements=same)], target, same)
     with StagingFolder(out, files=Files(), fingerprint=plan.fingerprint) as stage:
-        copy.execute(plan, stage, files=Files(), threads=2)
+        execute.execute(plan, stage, files=Files(), threads=2)
         stage.commit(fsync=False)
 
 

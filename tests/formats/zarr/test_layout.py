@@ -19,7 +19,7 @@ from megtool.formats.zarr.layout import (
     is_contiguous_chunk,
     plan_zarr_layout,
 )
-from megtool.plan import execute as copy
+from megtool.plan import execute
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan
 from megtool.staging.folder.stage import StagingFolder
@@ -64,7 +64,7 @@ def write(
     places = {t.name: Placement.identity(t.name, t.shape) for t in held.tensors}
     plan = build_plan([PlanSource(catalogue=held, placements=places)], target, places)
     with StagingFolder(root, files=Files(), fingerprint=plan.fingerprint) as stage:
-        report = copy.execute(plan, stage, files=Files(), threads=2)
+        report = execute.execute(plan, stage, files=Files(), threads=2)
         if how:
             compress(target, stage, how, threads=2)
         if commit:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from megtool.kernels.attention import dot_product as ways
+from megtool.kernels.attention import dot_product
 from megtool.kernels.attention import flex as attention_flex
 from megtool.kernels.attention import tiles as attention_tiles
 from megtool.kernels.attention import transformer_engine as te_attention
@@ -34,8 +34,8 @@ States = tuple[Tensor, Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles of few tokens, also where all pairs would do."""
-    monkeypatch.setattr(ways, "NUM_PAIRS", 0)
-    monkeypatch.setattr(ways, "_FEW_QUERIES", 0)
+    monkeypatch.setattr(dot_product, "NUM_PAIRS", 0)
+    monkeypatch.setattr(dot_product, "_FEW_QUERIES", 0)
     monkeypatch.setattr(attention_tiles, "NUM_SCORES", 300)
 
 
@@ -393,7 +393,7 @@ def test_runs_of_tokens_are_what_varlen_kernels_are_told(
         assert mask.is_plain  # which is torch's own
         return
     sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if has_sinks else None
-    monkeypatch.setattr(ways, "choose_way", lambda *_, **__: "varlen")
+    monkeypatch.setattr(dot_product, "choose_way", lambda *_, **__: "varlen")
     leaves = given if sinks is None else (*given, sinks)
     ours = attention(*given, mask, rule, sinks)
     compare(ours, defined(given, whole(mask), rule, sinks), leaves)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.attention import dot_product as ways
+from megtool.kernels.attention import dot_product
 from megtool.kernels.attention.dot_product import attention, choose_way
 from megtool.kernels.attention.mask import Mask, Segments
 from megtool.kernels.attention.tiles import ScoreRule
@@ -68,8 +68,8 @@ def test_it_is_attention(
     value_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ways, "NUM_PAIRS", 0)
-    monkeypatch.setattr(ways, "_FEW_QUERIES", 0)
+    monkeypatch.setattr(dot_product, "NUM_PAIRS", 0)
+    monkeypatch.setattr(dot_product, "_FEW_QUERIES", 0)
     given, mask = states(heads, groups, value_size), mask_of(kind, in_documents=in_documents)
     rule = ScoreRule(scale=0.3)
     with use("te"):
@@ -90,8 +90,8 @@ def test_it_is_attention(
 @without_te
 def test_sinks_take_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """And have gradients; two layers share its module."""
-    monkeypatch.setattr(ways, "NUM_PAIRS", 0)
-    monkeypatch.setattr(ways, "_FEW_QUERIES", 0)
+    monkeypatch.setattr(dot_product, "NUM_PAIRS", 0)
+    monkeypatch.setattr(dot_product, "_FEW_QUERIES", 0)
     given, mask, rule = states(), mask_of("causal", in_documents=False), ScoreRule(scale=0.3)
     sinks = [torch.tensor([2.0, -1.0, 0.5, 3.0]) + i for i in range(2)]
     theirs = [s.bfloat16().cuda().requires_grad_() for s in sinks]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megtool.errors import LayoutError, UsageError
-from megtool.kernels.attention import dot_product as ways
+from megtool.kernels.attention import dot_product
 from megtool.kernels.attention import tiles as attention_tiles
 from megtool.model.attention.grouped_query import Attention
 from megtool.model.batch import Batch
@@ -178,7 +178,7 @@ def peak_bytes(events: Any) -> int:
 
 def measured(rank: int, size: int, layouts: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """The peak of memory of attention, forward and backward, and bytes sent, at each layout."""
-    ways.NUM_PAIRS, attention_tiles.NUM_SCORES = 0, 1 << 14
+    dot_product.NUM_PAIRS, attention_tiles.NUM_SCORES = 0, 1 << 14
     out = []
     if not dist.is_initialized():
         dist.init_process_group("gloo")

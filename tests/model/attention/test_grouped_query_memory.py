@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megtool.kernels.attention import dot_product as ways
+from megtool.kernels.attention import dot_product
 from megtool.kernels.attention import tiles as attention_tiles
 from megtool.model.attention import indexer
 from megtool.model.batch import Batch
@@ -76,7 +76,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Largest]:
 def test_training_makes_no_square(
     name: str, attention_dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "NUM_PAIRS", 0)
+    monkeypatch.setattr(dot_product, "NUM_PAIRS", 0)
     monkeypatch.setattr(attention_tiles, "NUM_SCORES", 1 << 13)
     monkeypatch.setattr(attention_tiles, "_LEAST_SIDE", 16)
     monkeypatch.setattr(indexer, "_SCORES", 1 << 13)

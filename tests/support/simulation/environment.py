@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from megtool.plan import execute as copy
-from megtool.plan import work_units
+from megtool.plan import execute, work_units
 from megtool.process import threads as work_threads
 from megtool.staging import nested_runs
 from megtool.storage import lock
@@ -134,7 +133,7 @@ def simulated(scheduler: Scheduler) -> Iterator[None]:
             (part_layout, "PART_BYTES", PART_BYTES),
             (part_layout, "LEAST_BYTES", PART_BYTES),
             (work_threads, "run_in_threads", lambda work, count, stopped: work()),
-            (copy, "TILE_BYTES", TILE_BYTES),
+            (execute, "TILE_BYTES", TILE_BYTES),
             (work_units, "UNIT_BYTES", UNIT_BYTES),
         ):
             stack.enter_context(patch.object(target, name, value))

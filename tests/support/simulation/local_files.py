@@ -49,10 +49,6 @@ class LocalFaults:
         self.rng, self.at, self.short = rng, at, short
         self.struck = ""
 
-    def falls_short(self) -> bool:
-        """Whether this transfer is interrupted, or moves fewer bytes."""
-        return self.short > 0 and self.rng.random() < self.short
-
     def draw(self, number: int, name: str) -> int:
         """The errno of this call, or 0."""
         if self.at and number >= self.at and not self.struck and name in _MAY_FAIL:

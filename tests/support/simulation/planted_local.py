@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megtool.errors import StorageError
-from megtool.plan import execute as copy
+from megtool.plan import execute
 from megtool.plan.worker import Worker
 from megtool.staging.folder import journal
 from megtool.staging.folder.stage import StagingFolder
@@ -130,14 +130,14 @@ class _Any(str):
 
 def _finished_too_early() -> AbstractContextManager[Any]:
     """A unit is in the journal before its bytes are in the file."""
-    original = copy._run_units
+    original = execute._run_units
 
     def run_units(run: Any, stage: Any, todo: Any, threads: int, resumed: Any) -> None:
         for number, _ in todo:
             stage.finish(number)
         original(run, stage, todo, threads, resumed)
 
-    return patch.object(copy, "_run_units", run_units)
+    return patch.object(execute, "_run_units", run_units)
 
 
 def _no_lock() -> AbstractContextManager[Any]:
