@@ -6,7 +6,6 @@ import _thread
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -49,7 +48,7 @@ class Lease:
             {
                 "token": self._token,
                 "pid": os.getpid(),
-                "host": socket.gethostname(),
+                "host": os.uname().nodename,
                 "boot": _boot_id(),
                 "processes": _process_namespace(),
                 "renewed": time.time(),
@@ -163,7 +162,7 @@ def is_alive(path: ObjectPath, info: ObjectInfo, holder: dict[str, Any]) -> bool
 
     Its process is looked for if this one sees it: on the same host, and in the same container.
     """
-    here = socket.gethostname(), _boot_id(), _process_namespace()
+    here = os.uname().nodename, _boot_id(), _process_namespace()
     if (holder.get("host"), holder.get("boot"), holder.get("processes")) == here:
         pid = holder.get("pid")
         if pid == os.getpid():
