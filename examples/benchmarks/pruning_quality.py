@@ -43,13 +43,8 @@ from bench.text_loss import losses_of
 from torch import Tensor
 
 from megtool import finetune, reshard
-from megtool.convert.pruning_scores import (
-    KeptParts,
-    PrunedSizes,
-    PruningScores,
-    choose_parts,
-    encode_scores,
-)
+from megtool.convert.pruning_scores import KeptParts, PruningScores, choose_parts, encode_scores
+from megtool.options.selection import PruningOptions
 from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
 from megtool.source.open import open_decoder
 
@@ -208,7 +203,7 @@ class PruningRun:
         file, folder = self._place / "scores.json", self._place / "small"
         file.write_bytes(encode_scores(scores))
         sizes = {cut: size}
-        kept = choose_parts(scores, PrunedSizes(**sizes), self._config, file)
+        kept = choose_parts(scores, PruningOptions(**sizes), self._config, file)
         reshard(self._given.model, folder, to="hf", pruning_scores=file, fsync=False, **sizes)
         return freeze(kept), folder
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from megtool.console import Progress, silent
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.rank_tensors import IndexedTarget, LocalTensor, LocalView, local_side
-from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import DType
+from megtool.options.execution import DigestMode
 from megtool.plan import memory
 from megtool.plan.copies import Fill, PlanSource, ReshardPlan
 from megtool.plan.execute import execute

@@ -25,11 +25,10 @@ from megtool.commands.options.adapter import ConvertAdapterOptions, InspectAdapt
 from megtool.console import format_bytes, several
 from megtool.errors import UnknownFamilyError, listed
 from megtool.megatron_state.bridge_files import edit_model, make_bridge_files
-from megtool.options.groups import SourceOptions
 from megtool.options.layout import ParallelConfig
 from megtool.quant.modelopt.quantizers import make_mode_files
 from megtool.report.sections import Report, Row, Section, Table
-from megtool.reshard.staged_write import WriteOptions
+from megtool.reshard.staged_write import make_stage
 from megtool.source.checkpoint import CheckpointSource, require_model
 from megtool.source.open import WITHOUT_QUANTIZERS, open_source, parse_iteration
 from megtool.storage.files import Files, read_file
@@ -175,10 +174,10 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
             no place in the other format.
         DestinationError: the destination exists, or cannot be written.
     """
-    adapter = read_adapter(options.source, iteration=parse_iteration(options.iteration))
+    adapter = read_adapter(options.source, iteration=parse_iteration(options.reading.iteration))
     base = open_source(
         options.base,
-        SourceOptions(family=options.family, like=options.like),
+        replace(options.reading, iteration=None),
         optimizer=False,
         tensors=WITHOUT_QUANTIZERS,  # weights are not read, so they may be smoothed
     )
@@ -195,8 +194,8 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
         small = make_mode_files("peft", out.mode)
         planned = plan_megatron_files(out.tensors, small, _ITERATION)
         ranks, rounded = [out.rank], out.rounded
-    write = WriteOptions(overwrite=options.overwrite, fsync=options.fsync)
-    stage = write.make_stage(
+    stage = make_stage(
+        options.execution,
         options.destination,
         files=Files(),
         fingerprint=f"adapter {options.source} {options.to}",
@@ -213,14 +212,14 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
         ranks={"source": sorted({w.rank for w in adapter.weights}), "destination": ranks},
         rounded=rounded,
         files=tuple(f.name for f in planned),
-        is_dry=options.dry_run,
+        is_dry=options.execution.dry_run,
     )
-    if options.dry_run:
+    if options.execution.dry_run:
         stage.check()
         return report
     with stage:
         write_files(stage, planned)
-        stage.commit(fsync=options.fsync)
+        stage.commit(fsync=options.execution.fsync)
     return replace(report, warnings=(*report.warnings, *stage.messages))
 
 

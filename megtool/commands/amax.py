@@ -7,15 +7,14 @@ from megtool.commands.options.amax import (
     InspectAmaxOptions,
     RewriteAmaxOptions,
 )
-from megtool.commands.reshard import make_execution_options
 from megtool.commands.worker_scan import ShareReport, run_shared
 from megtool.console import Progress, silent
 from megtool.fp8_state import inspect
 from megtool.fp8_state.inspect_report import AmaxInspection
 from megtool.megatron_state.extra_states.amax_report import AmaxMode
-from megtool.process.worker_identity import parse_worker
 from megtool.quant import derive_calibration
 from megtool.quant.derive_calibration import DeriveReport
+from megtool.reshard.execute import fill_in
 from megtool.reshard.fp8_rewrite import rewrite_fp8_state
 from megtool.reshard.report import ReshardReport
 
@@ -91,7 +90,7 @@ def derive_amax(options: DeriveAmaxOptions) -> DeriveReport:
     return derive_calibration.derive_amax(
         options.source,
         options.destination,
-        options,
+        options.reading,
         overwrite=options.overwrite,
         dry_run=options.dry_run,
     )
@@ -102,13 +101,8 @@ def _rewrite(options: RewriteAmaxOptions, mode: AmaxMode, progress: Progress) ->
         options.source,
         options.destination,
         mode,
-        options,
-        make_execution_options(
-            options,
-            options,
-            parse_worker(options.worker),
-            locations=(options.source, options.destination),
-        ),
+        options.reading,
+        fill_in(options.execution, options.source, options.destination),
         drop_objects=options.drop_objects,
         progress=progress,
     )

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megtool.commands.options.export import ExportFacts, ExportOptions
 from megtool.commands.options.reshard import ReshardOptions
-from megtool.commands.reshard import make_execution_options, reshard
+from megtool.commands.reshard import reshard
 from megtool.console import Progress, several, silent
 from megtool.errors import UsageError
 from megtool.export.engine_commands import describe_serving
 from megtool.export.report import ExportReport
 from megtool.formats import detect_format, open_checkpoint
 from megtool.formats.safetensors.quantization_config import quantization_config
-from megtool.formats.safetensors.reader import DEFAULT_SHARD_BYTES
 from megtool.fp8_state.modelopt_amax import has_quantizers
 from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects
 from megtool.options.layout import ParallelConfig
-from megtool.options.sizes import parse_size
+from megtool.options.selection import SelectionOptions
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import ReshardPlan
-from megtool.process.worker_identity import parse_worker
 from megtool.quant.recipes.engine_support import parse_engine
+from megtool.reshard.execute import fill_in
 from megtool.source.open import Headers
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
@@ -48,12 +47,7 @@ def export(
     to, source, destination = options.to, options.source, options.destination
     _check_engines(options)
     engine = options.target or (to if to in ENGINES else "")
-    execution = make_execution_options(
-        options,
-        options,
-        parse_worker(options.worker),
-        locations=(options.source, options.destination),
-    )
+    execution = fill_in(options.execution, options.source, options.destination)
     if to == "trtllm-legacy":
         from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 
@@ -62,46 +56,35 @@ def export(
             destination,
             layout=ParallelConfig(tp=options.tp or 1, pp=options.pp or 1, ep=options.ep or 1),
             dtype=options.dtype,
-            model=options,
+            model=options.reading,
             execution=execution,
             files=files,
             progress=progress,
         )
     if to == "gguf":
-        from megtool.export.gguf.write_file import GgufOptions, export_gguf
+        from megtool.export.gguf.write_file import export_gguf
 
         return export_gguf(
             source,
             destination,
-            GgufOptions(
-                outtype=options.outtype or "bf16",
-                pre_tokenizer=options.pre_tokenizer,
-                imatrix=options.imatrix,
-                save_imatrix=options.save_imatrix,
-            ),
-            model=options,
+            options.gguf,
+            model=options.reading,
             execution=execution,
             files=files,
             progress=progress,
         )
     if to != "hf" and _is_quantized_megatron(options):
-        from megtool.export.hf.quantized_folder import FolderOptions
         from megtool.export.hf.quantized_megatron import export_quantized_megatron
 
         check_effects(options, ExportFacts(to=to, is_repacked=False))
         _check_no_cast(options)
-        shard_size = options.max_shard_size
         megatron = export_quantized_megatron(
             source,
             destination,
-            options,
-            folder=FolderOptions(
-                to=to,
-                target=engine or None,
-                max_shard_bytes=parse_size(shard_size, "max shard size")
-                if shard_size
-                else DEFAULT_SHARD_BYTES,
-            ),
+            options.reading,
+            to=to,
+            target=engine or None,
+            max_shard_size=options.max_shard_size,
             execution=execution,
             files=files,
             progress=progress,
@@ -113,20 +96,15 @@ def export(
     if not is_repacked:
         plain = _export_plain(options, engine, catalogue, files, progress)
         return _add_engine_note(plain, engine, destination)
-    from megtool.export.hf.quantized_folder import FolderOptions, export_folder
+    from megtool.export.hf.quantized_folder import export_folder
 
-    shard_size = options.max_shard_size
     report = export_folder(
         source,
         destination,
-        FolderOptions(
-            to=to,
-            target=engine or None,
-            max_shard_bytes=parse_size(shard_size, "max shard size")
-            if shard_size
-            else DEFAULT_SHARD_BYTES,
-        ),
-        family=options.family,
+        to=to,
+        target=engine or None,
+        max_shard_size=options.max_shard_size,
+        family=options.reading.family,
         execution=execution,
         files=files,
         progress=progress,
@@ -163,7 +141,7 @@ def _check_adapters(options: ExportOptions) -> None:
     Raises:
         UsageError: codes would be.
     """
-    if not options.adapter or options.to in ("hf", "gguf", "trtllm-legacy"):
+    if not options.reading.adapter or options.to in ("hf", "gguf", "trtllm-legacy"):
         return
     if _is_quantized_megatron(options) or _open_quantized(options.source) is not None:
         raise UsageError(
@@ -178,7 +156,7 @@ def _is_quantized_megatron(options: ExportOptions) -> bool:
     """Whether SRC is a Megatron checkpoint with ModelOpt's quantizers."""
     if "torch_dist" not in detect_format(options.source).names:
         return False
-    return has_quantizers(Headers.read(options.source, options).catalogue)
+    return has_quantizers(Headers.read(options.source, options.reading).catalogue)
 
 
 def _check_no_cast(options: ExportOptions) -> None:
@@ -232,7 +210,18 @@ def _export_plain(
         notes.extend(check_plan(plan, destination, engine))
 
     report = reshard(
-        ReshardOptions(to="hf", optimizer_format="none", **_shared_values(options)),
+        ReshardOptions(
+            source=source,
+            selection=SelectionOptions(reading=options.reading),
+            target=TargetOptions(
+                destination=destination,
+                to="hf",
+                optimizer_format="none",
+                dtype=options.dtype,
+                max_shard_size=options.max_shard_size,
+            ),
+            execution=options.execution,
+        ),
         check=check if engine else None,
         files=files,
         progress=progress,
@@ -263,9 +252,3 @@ def _export_plain(
         peak_rss_bytes=report.peak_rss_bytes,
         worker=report.worker,
     )
-
-
-def _shared_values(options: ExportOptions) -> dict[str, Any]:
-    """The options that `export` and `reshard` both have, which mean the same in both."""
-    names = {f.name for f in fields(ReshardOptions)} & {f.name for f in fields(options)}
-    return {name: getattr(options, name) for name in sorted(names - {"to", "tp", "pp", "ep"})}

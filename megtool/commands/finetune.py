@@ -16,13 +16,13 @@ from megtool.console import Progress, silent
 from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
 from megtool.formats.save_folder import folder_name
 from megtool.inference.runtime import on_ranks, usual_device
-from megtool.options.groups import RuntimeOptions, SourceOptions
+from megtool.options.execution import ExecutionOptions
+from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions, SourceOptions
 from megtool.options.layout import ParallelConfig
-from megtool.reshard.execute import ExecutionOptions
+from megtool.options.selection import SelectionOptions
+from megtool.options.target import TargetOptions
 from megtool.reshard.foreign_objects import screen_source
 from megtool.reshard.run import reshard_checkpoint
-from megtool.reshard.source_options import SelectionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.open import EVERYTHING, WITHOUT_QUANTIZERS, open_decoder
 from megtool.train.options.config import TrainConfig
@@ -288,22 +288,23 @@ def _export(
     saved, written = folder / folder_name(iteration), folder / EXPORT_FOLDER
     execution = ExecutionOptions(overwrite=True, fsync=settings.fsync)
     if has_quantizers:
-        from megtool.export.hf.quantized_folder import FolderOptions
         from megtool.export.hf.quantized_megatron import export_quantized_megatron
 
         export_quantized_megatron(
             saved,
             written,
             SourceOptions(family=settings.family, like=settings.like),
-            folder=FolderOptions(to="unified"),
+            to="unified",
             execution=execution,
             progress=progress,
         )
     else:
         reshard_checkpoint(
             saved,
-            SelectionOptions(family=settings.family, like=settings.like),
-            TargetOptions(to="hf", optimizer="none", destination=written),
+            SelectionOptions(
+                reading=AdaptedSourceOptions(family=settings.family, like=settings.like)
+            ),
+            TargetOptions(to="hf", optimizer_format="none", destination=written),
             execution,
             progress=progress,
         )

@@ -101,6 +101,9 @@ def quantize(
 def _make_request(
     resolved: ResolvedRecipe, options: QuantizeOptions, start: float
 ) -> QuantizeRequest:
+    parse_size(options.memory, "memory")
+    if options.max_shard_size:
+        parse_size(options.max_shard_size, "max shard size")
     return QuantizeRequest(
         resolved=resolved,
         destination=options.destination,
@@ -131,17 +134,14 @@ def _make_request(
             work=options.work_dir,
         ),
         output=QuantizeOutputOptions(
-            memory_bytes=parse_size(options.memory, "memory"),
-            max_shard_bytes=(
-                parse_size(options.max_shard_size, "max shard size")
-                if options.max_shard_size
-                else None
-            ),
+            memory=options.memory,
+            max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
             fsync=options.fsync,
             evaluate=options.eval_data,
             evaluate_tokens=options.eval_tokens or DEFAULT_EVALUATION_TOKENS,
             page=options.report,
+            worker=options.worker,
             to=options.to,
             layout=LayoutOptions(tp=options.dst_tp, pp=options.dst_pp, ep=options.dst_ep),
         ),

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megtool.errors import FormatError, UsageError
+from megtool.options.selection import PruningOptions
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 
@@ -52,23 +53,6 @@ class PruningScores:
     heads: ByLayer = field(default_factory=dict)
     experts: ByLayer = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrunedSizes:
-    """The sizes of the smaller model; None leaves one as it is."""
-
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    ffn_hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    num_experts: int | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether any size is to change."""
-        return any(getattr(self, f.name) is not None for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +139,7 @@ def read_scores(path: Path) -> PruningScores:
 
 
 def choose_parts(
-    scores: PruningScores, sizes: PrunedSizes, config: ModelConfig, file: Path
+    scores: PruningScores, sizes: PruningOptions, config: ModelConfig, file: Path
 ) -> KeptParts:
     """The parts with the highest scores; of equal ones, the first.
 
@@ -227,7 +211,7 @@ def choose_parts(
     )
 
 
-def _head_counts(sizes: PrunedSizes, config: ModelConfig) -> tuple[int, int]:
+def _head_counts(sizes: PruningOptions, config: ModelConfig) -> tuple[int, int]:
     """Query heads and groups of the smaller model."""
     each = config.num_heads // config.num_kv_heads
     num_heads, num_groups = sizes.num_attention_heads, sizes.num_query_groups

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
@@ -22,14 +21,6 @@ SIDECAR = "megtool.json"
 TOOL = f"megtool {__version__}"
 VERSION = 2
 MAX_SIDECAR_BYTES = 1 << 28
-
-
-class DigestMode(StrEnum):
-    """Which bytes are digested: all, those that pass through buffers anyway, or none."""
-
-    ALL = "all"
-    BUFFERED = "buffered"
-    NONE = "none"
 
 
 class Digests:

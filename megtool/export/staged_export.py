@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megtool.console import Progress
-from megtool.digests.crc32c import SIDECAR, TOOL, DigestMode, Sidecar
+from megtool.digests.crc32c import SIDECAR, TOOL, Sidecar
 from megtool.errors import FormatError
 from megtool.export.report import ExportReport
+from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.plan.execute import CopyReport
-from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
-from megtool.reshard.staged_write import write_staged, written_files
+from megtool.reshard.execute import peak_rss_bytes
+from megtool.reshard.staged_write import make_stage, write_staged, written_files
 from megtool.reshard.written_digests import count_digested, write_digests
 from megtool.staging.protocol import CheckpointStage
 from megtool.storage.files import Files
@@ -49,7 +50,8 @@ class PlannedExport:
         Raises:
             FormatError, StorageError, SourceChangedError, DestinationError: see `write_staged`.
         """
-        stage = execution.make_stage(
+        stage = make_stage(
+            execution,
             destination,
             files=files,
             fingerprint=self.plan.fingerprint,
@@ -71,14 +73,14 @@ class PlannedExport:
             return report
 
         def finish(copied: CopyReport) -> None:
-            record = None if execution.digest is DigestMode.NONE else self.rotation
+            record = None if execution.digest_mode is DigestMode.NONE else self.rotation
             write_digests(
                 self.plan,
                 stage,
                 copied,
-                execution.digest,
+                execution.digest_mode,
                 tensors=Sidecar(names="stored", tool=TOOL, tensors={}, rotation=record),
-                threads=execution.threads,
+                threads=execution.num_threads,
             )
 
         try:
@@ -108,7 +110,7 @@ class PlannedExport:
     def _list_files(self, execution: ExecutionOptions) -> tuple[str, ...]:
         """What is written, the digests included, which a single file contains."""
         names = written_files(self.plan)
-        if self.is_file or execution.digest is DigestMode.NONE:
+        if self.is_file or execution.digest_mode is DigestMode.NONE:
             return names
         return tuple(sorted({*names, SIDECAR}))
 

@@ -14,11 +14,10 @@ from megtool.errors import UsageError
 from megtool.fp8_state.experts import group_by_expert, separate_expert_states
 from megtool.fp8_state.rebuild import rebuild_states
 from megtool.megatron_state.extra_states.amax_report import (
-    AMAX_MODES,
     RELEASES,
     AmaxFinding,
-    AmaxOptions,
     AmaxReport,
+    AmaxTarget,
 )
 from megtool.megatron_state.extra_states.fp8_faults import (
     find_faults,
@@ -44,6 +43,7 @@ from megtool.megatron_state.extra_states.te_state import (
 )
 from megtool.megatron_state.saved_objects import read_object
 from megtool.number_formats.delayed_scaling import Columns
+from megtool.options.target import TargetOptions
 from megtool.run_state.checkpoint_objects import CarriedObjects
 from megtool.source.checkpoint import CheckpointSource
 from megtool.tensors.catalogue import StoredObject
@@ -56,36 +56,30 @@ _LEAST_STATE_BYTES = 2048
 """A saved object with fewer bytes has no scales."""
 
 
-def parse_amax_options(
-    mode: str, release: int | float | str | None, history: int | None
-) -> AmaxOptions:
-    """The options of `--amax`, `--te` and `--amax-history`.
+def resolve_amax(options: TargetOptions) -> AmaxTarget:
+    """Return what to do with FP8's scaling state.
 
-    `release` is `1`, `2` or one of them with its minor number: 2.0 to 2.2 lay the columns of
+    `te_version` is `1`, `2` or one of them with its minor number: 2.0 to 2.2 lay the columns of
     grouped experts out as 1.x does, 2.3 and later do not. `2` alone keeps them as they are in
     states of 2.x, and means 2.3 for those of 1.x.
 
     Raises:
         UsageError: a value is invalid.
     """
-    for known in AMAX_MODES:
-        if mode == known:
-            break
-    else:
-        raise UsageError(f"--amax is {mode!r}", hint=f"one of {', '.join(AMAX_MODES)}")
-    number, columns = _parse_release(release)
-    if history is not None and not 1 <= history <= LONGEST:
+    release, columns = _parse_release(options.te_version)
+    history = options.amax_history
+    if history is not None and history > LONGEST:
         raise UsageError(
             f"an amax history cannot have {history} steps", hint=f"from 1 to {LONGEST}"
         )
-    return AmaxOptions(mode=known, release=number, history=history, columns=columns)
+    return AmaxTarget(mode=options.amax, release=release, history=history, columns=columns)
 
 
-def _parse_release(text: int | float | str | None) -> tuple[int | None, Columns | None]:
+def _parse_release(text: str | None) -> tuple[int | None, Columns | None]:
     """The release to write for, and its column layout if the minor number says it."""
     if text is None:
         return None, None
-    match = _RELEASE.fullmatch(str(text))
+    match = _RELEASE.fullmatch(text)
     if match is None or int(match[1]) not in RELEASES:
         raise UsageError(
             f"--te-version is {text!r}, which is no release of Transformer Engine",
@@ -109,7 +103,7 @@ class ExtraStateTransfer:
         self,
         source: CheckpointSource,
         carried: CarriedObjects,
-        options: AmaxOptions,
+        options: AmaxTarget,
         *,
         experts_per_rank: int = 1,
     ) -> None:

@@ -196,7 +196,8 @@ class Options:
 
     None stands for the default. `not_offered` names options of a base or group that the verb does
     not take, `extra_needs` those that need more to have an effect here, `rivals` sets of options of
-    which one given on the command line overrides all in a file.
+    which one given on the command line overrides all in a file. `shown_after` names options of
+    groups and, for each, the option that it follows in help.
 
     Raises:
         UsageError: a value is of the wrong type or out of its range.
@@ -205,6 +206,7 @@ class Options:
     not_offered: ClassVar[frozenset[str]] = frozenset()
     extra_needs: ClassVar[Mapping[OptionCondition, tuple[str, ...]]] = {}
     rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    shown_after: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for entry in all_fields(type(self)):
@@ -258,6 +260,9 @@ def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise TypeError(f"{cls.__name__} has the option {min(twice)} twice")
     entries = [_with_extra_needs(cls, entry) for entry in entries]
+    for name, before in getattr(cls, "shown_after", {}).items():
+        entry = entries.pop([e.name for e in entries].index(name))
+        entries.insert([e.name for e in entries].index(before) + 1, entry)
     return tuple(sorted(entries, key=lambda e: not e.spec.is_argument))
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from megtool.console import several
-from megtool.digests.crc32c import DigestMode, Digests
+from megtool.digests.crc32c import Digests
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed
+from megtool.options.execution import DigestMode
 from megtool.plan.copies import Op, ReshardPlan
 from megtool.plan.work_units import (
     KernelUnit,

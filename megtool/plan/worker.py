@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.digests.crc32c import DigestMode, Digests
+from megtool.digests.crc32c import Digests
+from megtool.options.execution import DigestMode
 from megtool.plan.copies import Op, PlanEntry, ReshardPlan, ShardPieces
 from megtool.plan.kernel_copy import CopyRuns, plan_kernel_copies, spans_of
 from megtool.plan.work_units import (

@@ -8,6 +8,7 @@ tells whether it lives.
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import weakref
 from collections import deque
@@ -22,6 +23,14 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _WAIT_SECONDS = 0.2
+
+MOST_THREADS = 8
+"""The most threads that are used unless the user asks for more."""
+
+
+def count_threads() -> int:
+    """Return how many threads work is shared among: one per core, at most eight."""
+    return min(MOST_THREADS, os.cpu_count() or 1)
 
 
 def run_in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:

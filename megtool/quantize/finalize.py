@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from megtool import __version__
 from megtool.console import Progress
-from megtool.digests.crc32c import DigestMode
 from megtool.formats.safetensors.reader import open_as_stored
 from megtool.inference.runtime import load_forward, on_ranks
+from megtool.options.execution import ExecutionOptions
+from megtool.options.target import TargetOptions
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.modules import is_in_expert_blocks
 from megtool.quantize.calibration_data import CalibrationSamples
@@ -36,10 +37,8 @@ from megtool.quantize.report import (
     kv_format,
 )
 from megtool.quantize.verification.verify_folder import FolderVerification, verify_folder
-from megtool.reshard.execute import ExecutionOptions, peak_rss_bytes
+from megtool.reshard.execute import peak_rss_bytes
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import TargetOptions
-from megtool.run_state.optimizer import NONE
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.open import open_decoder, require_decoder
 from megtool.transport.reading.parallel_scan import default_threads
@@ -86,7 +85,9 @@ def finalize(
                 tree,
                 request.decisions,
                 solved.qparams,
-                auxiliary_files=make_target(source, TargetOptions(to="hf")).destination.small_files,
+                auxiliary_files=make_target(
+                    source, TargetOptions(destination=tree, to="hf")
+                ).destination.small_files,
                 threads=default_threads(request.runtime.threads, source.path),
                 progress=progress,
             )
@@ -106,17 +107,16 @@ def finalize(
             TargetOptions(
                 to=to,
                 layout=request.output.layout,
-                optimizer=NONE if to == "torch_dist" else None,
-                max_shard_bytes=request.output.max_shard_bytes,
+                optimizer_format="none" if to == "torch_dist" else None,
+                max_shard_size=request.output.max_shard_size,
                 destination=request.destination,
             ),
             ExecutionOptions(
                 threads=default_threads(request.runtime.threads, source.path, request.destination),
-                memory_bytes=request.output.memory_bytes,
+                memory=request.output.memory,
                 overwrite=request.output.overwrite,
                 fsync=request.output.fsync,
-                digest=DigestMode.ALL,
-                worker=request.worker,
+                worker=None if request.worker is None else request.output.worker,
             ),
             before_commit=check,
             progress=progress,

@@ -67,13 +67,14 @@ class QuantizeOutputOptions:
     """How the result is written, measured and shown; see `quantize`. `layout` is that of the
     checkpoint that is written, with `to` torch_dist."""
 
-    memory_bytes: int
-    max_shard_bytes: int | None
+    memory: str
+    max_shard_size: str | None
     overwrite: bool
     fsync: bool
     evaluate: str | None
     evaluate_tokens: int
     page: Path | None
+    worker: str | None
     to: str = "hf"
     layout: LayoutOptions = field(default_factory=LayoutOptions)
 

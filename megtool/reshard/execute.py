@@ -17,18 +17,21 @@ from megtool import __version__
 from megtool.console import Progress
 from megtool.digests.crc32c import TOOL, Sidecar, TensorDigest
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
+from megtool.fp8_state.transfer import resolve_amax
+from megtool.options.execution import ExecutionOptions
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.plan.execute import CopyReport
 from megtool.plan.flows import sum_flows
 from megtool.plan.planner import build_plan
 from megtool.plan.summary import PlanSummary, summarize
-from megtool.process.worker_identity import WorkerIdentity
+from megtool.process.worker_identity import WorkerIdentity, parse_worker
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.reshard.staged_write import find_copying_store, make_stage, write_staged
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.reshard.written_digests import write_digests
 from megtool.run_state.optimizer import NONE
 from megtool.source.average import Average, averaged_sources, dropped_optimizers
@@ -50,28 +53,16 @@ LEAST_THREAD_BYTES = 384 << 10
 """The least memory for the buffers of one thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutionOptions(WriteOptions):
-    """How a job is executed. `strict` refuses to drop anything; `dry_run` only plans.
+def fill_in(execution: ExecutionOptions, *locations: Path) -> ExecutionOptions:
+    """Return the options with what they leave open: the number of threads, and what is digested.
 
-    `verify` reads the result back before it is committed, and compares it with the source.
-    """
-
-    strict: bool = False
-    verify: bool = False
-    dry_run: bool = False
-
-
-def choose_num_threads(requested: int | None, memory_bytes: int, *locations: Path) -> int:
-    """The number of threads requested, or as many as there are cores and memory for (at most 8).
-
-    With `locations` in stores, for which threads wait, there are 8 whatever the cores.
+    There are as many threads as there are cores and memory for (at most 8); with `locations` in
+    stores, for which threads wait, 8 whatever the cores.
 
     Raises:
-        UsageError: not a positive number, or too little memory for their buffers.
+        UsageError: too little memory for the buffers of all threads, or no such worker.
     """
-    if requested is not None and requested < 1:
-        raise UsageError(f"threads is {requested}", hint="a positive number")
+    requested, memory_bytes = execution.threads, execution.memory_bytes
     most = memory_bytes // LEAST_THREAD_BYTES
     if most < (requested or 1):
         raise UsageError(
@@ -80,7 +71,9 @@ def choose_num_threads(requested: int | None, memory_bytes: int, *locations: Pat
             hint=f"a thread needs at least {LEAST_THREAD_BYTES >> 10} KiB"
             + (f": --threads {most}, or more memory" if most else ""),
         )
-    return requested or min(default_threads(None, *locations), most)
+    parse_worker(execution.worker)
+    threads = requested or min(default_threads(None, *locations), most)
+    return replace(execution, threads=threads, digest=execution.digest_mode.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +116,17 @@ def plan_reshard(
     """
     if average or merges:
         source = replace(source, pruning=None)  # the result equals no part of another model
+    amax = resolve_amax(options)
     for merge in merges:
-        check_merge(source, merge, options.amax)
+        check_merge(source, merge, amax)
     target = make_target(source, options)
     if source.pruning is not None and target.is_file:
         _LOG.warning("a single file has no record of what was pruned: write a folder to verify it")
     others = average.others if average else ()
     dropped = list(target.dropped)
-    if average and options.optimizer != NONE:
+    if average and options.optimizer_format != NONE:
         dropped += dropped_optimizers([source, *others], "the mean of several checkpoints")
-    if merges and options.optimizer != NONE:
+    if merges and options.optimizer_format != NONE:
         dropped += dropped_optimizers([source], "a model with a merged adapter")
     feeds: list[ConstantFeed] = []
     if constants:
@@ -159,7 +153,7 @@ def plan_reshard(
         copies=copies,
         shares=average.shares if average else (),
         feeds=feeds,
-        options=repr((__version__, execution.digest.value, options.amax, source.pruning)),
+        options=repr((__version__, execution.digest_mode.value, amax, source.pruning)),
         worker=_planning_worker(source, others, target, options.destination, execution),
     )
     inventory = take_inventory(source, target, plan)
@@ -192,15 +186,15 @@ def _planning_worker(
     That is so where a store copies, which decides how all files are cut, and where files are
     encoded after all data are there.
     """
-    if execution.worker is None or execution.dry_run or target.finish is not None:
+    if execution.worker_identity is None or execution.dry_run or target.finish is not None:
         return None
-    store = execution.find_copying_store(destination)
+    store = find_copying_store(execution, destination)
     if store is not None:
         from megtool.staging.store.part_plan import can_copy_from
 
         if can_copy_from(store, [s.catalogue for s in (source, *others)]):
             return None
-    return execution.worker
+    return execution.worker_identity
 
 
 def _constant_feed(target: Target, constants: Mapping[str, NDArray[np.float32]]) -> ConstantFeed:
@@ -229,10 +223,11 @@ def execute(
             destination.
     """
     plan = job.plan
-    summary = summarize(plan, threads=execution.threads, memory_bytes=execution.memory_bytes)
+    summary = summarize(plan, threads=execution.num_threads, memory_bytes=execution.memory_bytes)
     inputs = [path for source in job.sources for path in source_paths(source)]
     inputs += [merge.path for merge in job.merges if merge.path is not None]
-    stage = execution.make_stage(
+    stage = make_stage(
+        execution,
         job.destination,
         files=files,
         fingerprint=plan.fingerprint,
@@ -279,7 +274,7 @@ def _write(
     def finish(copied: CopyReport) -> None:
         end_stage("copy")
         if target.finish is not None:
-            target.finish(stage, execution.threads)
+            target.finish(stage, execution.num_threads)
         write_target_digests(source, target, plan, copied, stage, execution)
         end_stage("digests")
         if execution.verify:
@@ -355,7 +350,7 @@ def verify_staged(
             target,
             plan,
             tree,
-            threads=execution.threads,
+            threads=execution.num_threads,
             progress=lambda done, total: progress("verify", done, total),
         )
     except DigestError:
@@ -440,18 +435,18 @@ def write_target_digests(
     plan: ReshardPlan,
     copied: CopyReport,
     stage: CheckpointStage,
-    options: WriteOptions,
+    options: ExecutionOptions,
 ) -> None:
     """Write the digests of the target's tensors, by canonical name, and of its files."""
     write_digests(
         plan,
         stage,
         copied,
-        options.digest,
+        options.digest_mode,
         tensors=_digest_tensors(source, target, plan, copied),
         folder=target.sidecar_folder,
         is_raw=target.finish is None,
-        threads=options.threads,
+        threads=options.num_threads,
     )
 
 

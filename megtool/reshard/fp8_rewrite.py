@@ -20,14 +20,14 @@ from megtool.fp8_state.weight_amax import read_weight_amaxes
 from megtool.megatron_state.extra_states.amax_report import (
     AmaxFinding,
     AmaxMode,
-    AmaxOptions,
     AmaxReport,
 )
 from megtool.megatron_state.param_groups import DP_RESHARDABLE
+from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import SourceOptions
-from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
+from megtool.options.target import TargetOptions
+from megtool.reshard.execute import execute, plan_reshard
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.run_state.optimizer import read_sharding_type
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.open import open_source
@@ -40,7 +40,7 @@ def rewrite_fp8_state(
     path: Path,
     destination: Path,
     mode: AmaxMode,
-    options: SourceOptions,
+    reading: SourceOptions,
     execution: ExecutionOptions,
     *,
     drop_objects: bool = False,
@@ -56,10 +56,10 @@ def rewrite_fp8_state(
         MegtoolError: see `megtool.errors`; nothing is left at the destination.
     """
     start = time.monotonic()
-    source = open_source(path, options, lenient=True, for_format="torch_dist")
+    source = open_source(path, reading, lenient=True, for_format="torch_dist")
     scaling = collect_fp8_state(source)
     if not scaling.buffers:  # with buffers, all tensors keep their stored names
-        source = open_source(path, options, for_format="torch_dist")
+        source = open_source(path, reading, for_format="torch_dist")
     catalogue = source.catalogue
     if mode == "rebuild":
         require_known_experts(scaling, source)
@@ -72,13 +72,14 @@ def rewrite_fp8_state(
             f"{' and '.join(FORMATS)}",
             hint=f"megtool reshard SRC DST --to torch_dist --amax {mode}",
         )
-    constants, findings = _rebuild_buffers(source, scaling, mode, execution.threads)
+    constants, findings = _rebuild_buffers(source, scaling, mode, execution.num_threads)
     in_buckets = source.view.states and read_sharding_type(catalogue) == DP_RESHARDABLE
+    keeps_buckets = in_buckets and catalogue.format == "torch_dist"
     target = TargetOptions(
         to=catalogue.format,
-        optimizer=DP_RESHARDABLE if in_buckets and catalogue.format == "torch_dist" else None,
+        optimizer_format="dp_reshardable" if keeps_buckets else None,
         destination=destination,
-        amax=AmaxOptions(mode=mode),
+        amax=mode,
         drop_objects=drop_objects,
     )
     job = plan_reshard(source, None, target, execution, constants=constants)

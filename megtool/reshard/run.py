@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megtool.console import Progress, silent
+from megtool.options.execution import ExecutionOptions
+from megtool.options.selection import SelectionOptions
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.process.gc_pause import paused_collection
-from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
+from megtool.reshard.execute import execute, fill_in, plan_reshard
+from megtool.reshard.open_selected import open_average, open_selected
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source_options import SelectionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
+from megtool.reshard.target import check_target
 from megtool.source.checkpoint import CheckpointSource
+from megtool.source.merge import open_merges
 from megtool.storage.files import Files
 
 
@@ -37,12 +41,14 @@ def reshard_checkpoint(
         MegtoolError: see `megtool.errors`; nothing is left at the destination.
     """
     start = time.monotonic()
+    check_target(target)
+    execution = fill_in(execution, path, target.destination, *selection.average)
     with paused_collection():
-        source = selection.open(path, target)
+        source = open_selected(path, selection, target)
         if check_source is not None:
             check_source(source)
-        average = selection.open_average(source, target)
-        merges = selection.open_merges(source)
+        average = open_average(source, selection, target)
+        merges = open_merges(selection.reading.adapter, source)
         job = plan_reshard(source, average, target, execution, merges=merges)
     if check is not None:
         check(job.plan)

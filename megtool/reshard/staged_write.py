@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megtool.console import Progress
-from megtool.digests.crc32c import DigestMode
 from megtool.errors import FormatError, UsageError
+from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.plan.execute import CopyReport, PlanCopy, execute
 from megtool.process.worker_identity import WorkerIdentity
@@ -22,7 +22,6 @@ from megtool.staging.folder.stage import StagingFolder
 from megtool.staging.protocol import CheckpointStage
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
-from megtool.transport.reading.parallel_scan import default_threads
 
 if TYPE_CHECKING:
     from megtool.staging.store.stage import StoreStage
@@ -32,121 +31,111 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteOptions:
-    """How a plan is written: threads, the memory of all their buffers, digests, and fsync.
+def make_stage(
+    execution: ExecutionOptions,
+    destination: Path,
+    *,
+    files: Files,
+    fingerprint: str,
+    is_file: bool = False,
+    sources: Sequence[Path] = (),
+    rewrites_data: bool = False,
+    plan: ReshardPlan | None = None,
+) -> CheckpointStage:
+    """Return the place where a plan is written until it is complete.
 
-    `worker` is this process, if several write the plan together. `unsafe_store` takes a store that
-    ignores conditions.
+    Args:
+        execution: How it is written.
+        destination: Where it then appears.
+        files: What makes the system calls.
+        fingerprint: That of the plan.
+        is_file: The destination is a single file.
+        sources: What is read, which the destination must not replace.
+        rewrites_data: `finish` of `write_staged` changes data of the plan.
+        plan: The plan, for a destination in a store.
     """
+    worker = execution.worker_identity
+    run: dict[str, Any] = {
+        "files": files,
+        "fingerprint": fingerprint,
+        "overwrite": execution.overwrite,
+        "is_file": is_file,
+        "sources": sources,
+    }
+    if worker is not None:
+        run["worker"] = worker
+    if isinstance(destination, StorePath):
+        if worker is None and plan is not None and not _has_versions(plan):
+            run["fingerprint"] += f" {secrets.token_hex(8)}"  # no other run is to go on
+        stage = _store_stage(worker)(destination, is_unsafe=execution.unsafe_store, **run)
+        return _follow_plan(stage, execution, plan, rewrites_data)
+    if worker is None:
+        return StagingFolder(destination, **run)
+    from megtool.staging.workers.shared_folder import SharedStaging
 
-    threads: int = field(default_factory=lambda: default_threads(None))
-    memory_bytes: int = 128 << 20
-    digest: DigestMode = DigestMode.ALL
-    fsync: bool = True
-    overwrite: bool = False
-    worker: WorkerIdentity | None = None
-    unsafe_store: bool = False
+    return SharedStaging(destination, rewrites_data=rewrites_data, **run)
 
-    def make_stage(
-        self,
-        destination: Path,
-        *,
-        files: Files,
-        fingerprint: str,
-        is_file: bool = False,
-        sources: Sequence[Path] = (),
-        rewrites_data: bool = False,
-        plan: ReshardPlan | None = None,
-    ) -> CheckpointStage:
-        """Where a plan is written until it is complete.
 
-        Args:
-            destination: Where it then appears.
-            files: What makes the system calls.
-            fingerprint: That of the plan.
-            is_file: The destination is a single file.
-            sources: What is read, which the destination must not replace.
-            rewrites_data: `finish` of `write_staged` changes data of the plan.
-            plan: The plan, for a destination in a store.
-        """
-        run: dict[str, Any] = {
-            "files": files,
-            "fingerprint": fingerprint,
-            "overwrite": self.overwrite,
-            "is_file": is_file,
-            "sources": sources,
-        }
-        if self.worker is not None:
-            run["worker"] = self.worker
-        if isinstance(destination, StorePath):
-            if self.worker is None and plan is not None and not _has_versions(plan):
-                run["fingerprint"] += f" {secrets.token_hex(8)}"  # no other run is to go on
-            stage = self._store_stage()(destination, is_unsafe=self.unsafe_store, **run)
-            return self._follow_plan(stage, plan, rewrites_data)
-        if self.worker is None:
-            return StagingFolder(destination, **run)
-        from megtool.staging.workers.shared_folder import SharedStaging
+def _store_stage(worker: WorkerIdentity | None) -> type[StoreStage]:
+    # Imported where needed, as what workers share is: a tenth of the start of a local run.
+    if worker is None:
+        from megtool.staging.store.stage import StoreStage
 
-        return SharedStaging(destination, rewrites_data=rewrites_data, **run)
+        return StoreStage
+    from megtool.staging.workers.shared_store import SharedStoreStage
 
-    def _store_stage(self) -> type[StoreStage]:
-        # Imported where needed, as what workers share is: a tenth of the start of a local run.
-        if self.worker is None:
-            from megtool.staging.store.stage import StoreStage
+    return SharedStoreStage
 
-            return StoreStage
-        from megtool.staging.workers.shared_store import SharedStoreStage
 
-        return SharedStoreStage
+def find_copying_store(execution: ExecutionOptions, destination: Path) -> Store | None:
+    """Return the store of a destination, if it copies what it has itself; that has no digests."""
+    if execution.digest_mode is DigestMode.ALL or not isinstance(destination, StorePath):
+        return None
+    return destination.store if destination.store.can_copy else None
 
-    def find_copying_store(self, destination: Path) -> Store | None:
-        """The store of a destination, if it copies what it has itself; that has no digests."""
-        if self.digest is DigestMode.ALL or not isinstance(destination, StorePath):
-            return None
-        return destination.store if destination.store.can_copy else None
 
-    def _follow_plan(
-        self, stage: StoreStage, plan: ReshardPlan | None, rewrites_data: bool
-    ) -> CheckpointStage:
-        """The stage of a store, which cuts the files of the plan into parts.
+def _follow_plan(
+    stage: StoreStage, execution: ExecutionOptions, plan: ReshardPlan | None, rewrites_data: bool
+) -> CheckpointStage:
+    """Return the stage of a store, which cuts the files of the plan into parts.
 
-        Raises:
-            UsageError: workers cannot write these files together.
-        """
-        if rewrites_data and self.worker is not None:
-            raise UsageError(
-                "compressed arrays and databases in a store are written by one process",
-                file=stage.destination,
-                hint="--worker 0/1, or a local destination",
-            )
-        if rewrites_data:
-            from megtool.staging.store.spooled import SpooledStage
+    Raises:
+        UsageError: workers cannot write these files together.
+    """
+    worker = execution.worker_identity
+    if rewrites_data and worker is not None:
+        raise UsageError(
+            "compressed arrays and databases in a store are written by one process",
+            file=stage.destination,
+            hint="--worker 0/1, or a local destination",
+        )
+    if rewrites_data:
+        from megtool.staging.store.spooled import SpooledStage
 
-            return SpooledStage(stage)
-        if plan is not None:
-            from megtool.staging.store.part_plan import plan_file_parts
+        return SpooledStage(stage)
+    if plan is not None:
+        from megtool.staging.store.part_plan import plan_file_parts
 
-            store = self.find_copying_store(stage.destination)
-            stage.follow_plan(
-                partial(
-                    plan_file_parts,
-                    plan,
-                    is_file=stage.is_file,
-                    copies_in=store,
-                    workers=1 if self.worker is None else self.worker.count,
-                    is_tiled=self.digest is DigestMode.ALL,
-                ),
-                last=tuple(plan.target.final_files),
-                threads=self.threads,
-            )
-        return stage
+        store = find_copying_store(execution, stage.destination)
+        stage.follow_plan(
+            partial(
+                plan_file_parts,
+                plan,
+                is_file=stage.is_file,
+                copies_in=store,
+                workers=1 if worker is None else worker.count,
+                is_tiled=execution.digest_mode is DigestMode.ALL,
+            ),
+            last=tuple(plan.target.final_files),
+            threads=execution.num_threads,
+        )
+    return stage
 
 
 def write_staged(
     plan: ReshardPlan,
     stage: CheckpointStage,
-    options: WriteOptions,
+    execution: ExecutionOptions,
     *,
     verb: str,
     progress: Progress,
@@ -163,7 +152,7 @@ def write_staged(
     Args:
         plan: What is written.
         stage: Where it is written until it is complete.
-        options: How it is written.
+        execution: How it is written.
         verb: What `progress` calls the operation.
         progress: Is called with bytes written and their total.
         expected: CRC-32C of source tensors by canonical name, compared as they are read.
@@ -178,7 +167,7 @@ def write_staged(
             read back.
         StorageError, SourceChangedError, DestinationError, DigestError: see `execute`.
     """
-    writing = _StagedWrite(plan, stage, options, verb, progress, expected or {}, overflow_hint)
+    writing = _StagedWrite(plan, stage, execution, verb, progress, expected or {}, overflow_hint)
     try:
         with stage:
             for message in stage.messages:
@@ -189,9 +178,15 @@ def write_staged(
                 if finish is not None:
                     finish(copied)
                 else:
-                    write_digests(plan, stage, copied, options.digest, threads=options.threads)
+                    write_digests(
+                        plan,
+                        stage,
+                        copied,
+                        execution.digest_mode,
+                        threads=execution.num_threads,
+                    )
                 check_headers(plan, stage)
-                stage.commit(fsync=options.fsync, threads=options.threads)
+                stage.commit(fsync=execution.fsync, threads=execution.num_threads)
     except BaseException:
         if stage.describe_resume() in stage.messages:  # there is something to resume from
             _LOG.warning("%s", stage.describe_resume())
@@ -205,7 +200,7 @@ class _StagedWrite:
 
     plan: ReshardPlan
     stage: CheckpointStage
-    options: WriteOptions
+    execution: ExecutionOptions
     verb: str
     progress: Progress
     expected: Mapping[str, int]
@@ -213,7 +208,7 @@ class _StagedWrite:
 
     def run(self) -> CopyReport:
         """Write all data, or the share of a worker; a worker that is the last completes all."""
-        plan, stage, options = self.plan, self.stage, self.options
+        plan, stage, execution = self.plan, self.stage, self.execution
         total = plan.target.catalogue.num_bytes
         worker = getattr(stage, "worker", None)
         if worker is not None:
@@ -224,9 +219,9 @@ class _StagedWrite:
             plan,
             stage,
             files=stage.files,
-            threads=options.threads,
-            memory_bytes=options.memory_bytes,
-            digest=options.digest,
+            threads=execution.num_threads,
+            memory_bytes=execution.memory_bytes,
+            digest=execution.digest_mode,
             progress=lambda n: self.progress(self.verb, n, total),
             expected=self.expected,
         )
@@ -275,7 +270,7 @@ class _StagedWrite:
                 worker,
                 self.plan.fingerprint,
                 expected=self.expected,
-                fsync=self.options.fsync,
+                fsync=self.execution.fsync,
             )
         records = stage.begin_publication()
         if records is not None:
@@ -298,9 +293,9 @@ class _StagedWrite:
             self.plan,
             self.stage,
             files=self.stage.files,
-            threads=self.options.threads,
-            memory_bytes=self.options.memory_bytes,
-            digest=self.options.digest,
+            threads=self.execution.num_threads,
+            memory_bytes=self.execution.memory_bytes,
+            digest=self.execution.digest_mode,
             progress=progress,
             is_shared=is_shared,
         )

@@ -6,7 +6,7 @@ import importlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -26,7 +26,7 @@ from megtool.convert.megatron.args import megatron_limits
 from megtool.convert.megatron.names import is_megatron
 from megtool.convert.megatron.parallel_args import OWN_SPLIT, layout_fields, merged_layout
 from megtool.convert.megatron.sections import has_parts
-from megtool.dtypes import DType
+from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
 from megtool.formats import (
@@ -35,15 +35,17 @@ from megtool.formats import (
     STATE_DICT_FORMATS,
     find_format,
 )
+from megtool.fp8_state.transfer import resolve_amax
 from megtool.megatron_state.optimizer.master_weight_check import (
     check_masters,
 )
 from megtool.megatron_state.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.megatron_state.saved_objects import saved_args, vocab_divisor
 from megtool.options.layout import LayoutOptions, ParallelConfig
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import DroppedItem
 from megtool.reshard.foreign_objects import screen_renamed, screen_source
-from megtool.reshard.writers.target_spec import Target, TargetOptions, make_fill
+from megtool.reshard.writers.target_spec import AddedState, Target, make_fill
 from megtool.run_state.optimizer import LEGACY, choose_optimizer, uses_local_layers
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.source.open import tensor_blocks
@@ -96,8 +98,50 @@ def load_writer(kind: str) -> WriterModule:
     return cast(WriterModule, module)
 
 
-def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
+def check_target(options: TargetOptions) -> None:
+    """Refuse values that can be nothing, before anything is read.
+
+    Raises:
+        UsageError: there is one.
+    """
+    parse_weight_dtype(options.dtype)
+    _ = options.max_shard_bytes
+    resolve_amax(options)
+
+
+def parse_weight_dtype(text: str | None) -> DType | None:
+    """Return the dtype that weights are cast to.
+
+    Raises:
+        UsageError: there is no such dtype, or a cast to it needs scales.
+    """
+    if text is None:
+        return None
+    try:
+        dtype = named_dtype(text)
+    except FormatError as e:
+        known = ", ".join(d.name for d in DTYPES if d.is_float and d.itemsize > 1)
+        raise UsageError(f"--dtype is {text!r}, which is no dtype", hint=f"one of {known}") from e
+    if not dtype.is_float:
+        raise UsageError(f"dtype {text!r} is not floating point", hint="for example bfloat16")
+    if dtype.itemsize == 1:
+        raise UsageError(
+            f"dtype {text!r} has 8 bits: it needs scales, and a cast has none",
+            hint="for example --dtype bfloat16; megtool quantize makes FP8 with scales",
+        )
+    return dtype
+
+
+def make_target(
+    source: CheckpointSource,
+    options: TargetOptions,
+    *,
+    add: Callable[[TargetView, ParallelConfig], AddedState] | None = None,
+) -> Target:
     """Plan the target, with the contents of everything that is not tensor data.
+
+    `add` says what is stored beside the tensors that are planned; then single experts have names of
+    their own, and gate and up rows apart.
 
     Raises:
         FormatError: an object would be written that names what no checkpoint needs.
@@ -111,25 +155,34 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
     )
     dialect = _target_dialect(source, kind)
     parallel = _choose_layout(source, options.layout, kind, options.model_class)
-    dtype, catalogue = options.dtype, source.catalogue
+    dtype, catalogue = parse_weight_dtype(options.dtype), source.catalogue
     if dtype is None and any(
         t.packing and t.name not in catalogue.packed for t in catalogue.tensors
     ):
         dtype = named_dtype("bfloat16")
-    optimizer = choose_optimizer(options.optimizer, source.catalogue, source.view, kind)
+    optimizer = choose_optimizer(options.optimizer_format, source.catalogue, source.view, kind)
     if optimizer in (DP_RESHARDABLE, LEGACY):  # they are read by their master weights
         check_masters(source.catalogue, source.view)
     if options.model_class is not None and source.view.dialect == "identity":
         raise source.reason or unknown_model(source, "a class of models needs the model's family")
-    side = _bind_target(source, kind, dialect, parallel, replace(options, dtype=dtype), optimizer)
+    side = _bind_target(
+        source,
+        kind,
+        dialect,
+        parallel,
+        optimizer,
+        dtype=dtype,
+        model_class=options.model_class,
+        singletons=add is not None,
+    )
     if source.view.canonical and not side.tensors:
         raise UsageError(
             f"{kind!r} holds none of the selected tensors: {side.dropped[0][1]}",
             hint="--to torch_dist holds everything",
         )
-    if options.renames:
+    if options.rename:
         side = screen_renamed(
-            source, _rename_tensors(side, options.renames), drop=options.drop_objects
+            source, _rename_tensors(side, options.rename), drop=options.drop_objects
         )
     if source.model is not None and kind in MEGATRON and source.view.dialect != "megatron":
         for limit in megatron_limits(source.model.config, source.model.family):
@@ -141,10 +194,13 @@ def make_target(source: CheckpointSource, options: TargetOptions) -> Target:
         side=side,
         destination=Destination(catalogue=source.catalogue, fragments=[]),
         fills=[make_fill(f.placement, f.value) for f in side.fills],
-        dropped=_dropped_tensors(source, side, compare_all=options.prove_all) + foreign,
+        dropped=_dropped_tensors(source, side, compare_all=options.verify_master_weights) + foreign,
+        optimizer_format=optimizer,
     )
+    if add is not None:
+        target.added = add(side, parallel or ParallelConfig())
     try:
-        load_writer(kind).plan_layout(source, replace(options, optimizer=optimizer), target, dtype)
+        load_writer(kind).plan_layout(source, options, target, dtype)
     except FormatError as e:
         if e.file is not None:
             raise
@@ -157,8 +213,11 @@ def _bind_target(
     kind: str,
     dialect: str,
     parallel: ParallelConfig | None,
-    options: TargetOptions,
     optimizer: str | None,
+    *,
+    dtype: DType | None,
+    model_class: str | None,
+    singletons: bool,
 ) -> TargetView:
     """The target's tensors. State in rank files or buckets is named layer by layer."""
 
@@ -174,16 +233,16 @@ def _bind_target(
             dialect=dialect,
             family=source.model.family if source.model else None,
             config=source.known_config,
-            dtype=options.dtype,
+            dtype=dtype,
             parallel=parallel if dialect == "megatron" or _is_megatron(source) else None,
             per_layer=per_layer,
             options=DialectOptions(
                 divisible_by=vocab_divisor(source.catalogue),
                 main=main,
                 own_layers=uses_local_layers(source.catalogue),
-                model_class=options.model_class,
+                model_class=model_class,
                 in_parts=in_parts,
-                singletons=options.singletons,
+                singletons=singletons,
                 text_prefix=_text_prefix(source) if in_parts else "",
                 tower_names=in_parts,
                 state_names=_state_names(kind, dialect),
@@ -194,7 +253,7 @@ def _bind_target(
         return write(source.view, per_layer=None, main="param")
     if kind == "megatron":
         return write(source.view, per_layer=True, main="param")
-    if options.singletons:
+    if singletons:
         return write(source.view, per_layer=True)
     if optimizer != DP_RESHARDABLE:
         return write(source.view, per_layer=None)

@@ -7,17 +7,10 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from megtool.console import several
-from megtool.digests.crc32c import (
-    SIDECAR,
-    TOOL,
-    DigestMode,
-    FileDigest,
-    Sidecar,
-    StoredDigest,
-    encode_sidecar,
-)
+from megtool.digests.crc32c import SIDECAR, TOOL, FileDigest, Sidecar, StoredDigest, encode_sidecar
 from megtool.digests.embedded import embed_digests, embed_nothing, list_sections
 from megtool.digests.files import digest_tree, read_sections
+from megtool.options.execution import DigestMode
 from megtool.plan.copies import Op, ReshardPlan
 from megtool.plan.execute import CopyReport
 from megtool.staging.protocol import CheckpointStage

@@ -11,7 +11,7 @@ from megtool.console import several
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError, listed
 from megtool.formats.safetensors.quantization_config import without_quantization
-from megtool.megatron_state.extra_states.amax_report import AmaxOptions
+from megtool.megatron_state.extra_states.amax_report import AmaxTarget
 from megtool.source.checkpoint import CheckpointSource, require_model
 from megtool.source.computed.updated import with_updates
 from megtool.transport.weight_update import WeightUpdate
@@ -120,7 +120,7 @@ def add_adapters(source: CheckpointSource, paths: Sequence[Path]) -> CheckpointS
 
 
 def check_merge(
-    source: CheckpointSource, merge: AdapterMerge, amax: AmaxOptions | None = None
+    source: CheckpointSource, merge: AdapterMerge, amax: AmaxTarget | None = None
 ) -> None:
     """Refuse updates that the checkpoint's weights cannot take exactly.
 

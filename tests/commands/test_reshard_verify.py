@@ -16,6 +16,7 @@ from megtool import quantize, reshard
 from megtool.commands.options.reshard import ReshardOptions
 from megtool.commands.reshard import reshard as reshard_with
 from megtool.errors import DigestError, UsageError
+from megtool.options.config_file import build_options
 from megtool.options.layout import ParallelConfig
 from megtool.storage.files import Files
 from tests.support.checkpoints import fp8_trained, trained
@@ -154,7 +155,9 @@ def test_a_byte_that_the_disk_changes_is_an_error(
 ) -> None:
     def run(**more: bool) -> object:
         files = ChangingFiles(name, offset)
-        options = ReshardOptions(source=hf, destination=tmp_path / "out", to=to, **more)
+        options = build_options(
+            ReshardOptions, {"source": hf, "destination": tmp_path / "out", "to": to, **more}
+        )
         try:
             return reshard_with(options, files=files)
         finally:

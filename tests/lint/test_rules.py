@@ -76,7 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def blocks(plain: Path, folder: Path) -> None:
     """gpt-oss, its experts in MXFP4."""
     family_models.save("gpt_oss", plain)
-    write_quantized(plain, folder, "mxfp4_experts", max_shard_bytes=1 << 30)
+    write_quantized(plain, folder, "mxfp4_experts", max_shard_size="1GiB")
 
 
 def spelled(folder: Path, algo: str) -> None:

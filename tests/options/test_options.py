@@ -138,10 +138,18 @@ def test_what_only_this_run_does_not_use_is_a_warning(caplog: pytest.LogCaptureF
     assert "--song is not used" in caplog.text
 
 
+PATHS = {"source": "a", "destination": "b"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ReshardOptions(source="a", destination="b", average_weights="1,2"), "without --average"),
+        (
+            build_options(
+                ReshardOptions, {"source": "a", "destination": "b", "average_weights": "1,2"}
+            ),
+            "without --average",
+        ),
         (VerifyOptions(a="a", atol=1.0), "--atol has no effect without B"),
         (
             VerifyOptions(a="a", b="b", atol=1.0, sqnr=3.0),
@@ -164,8 +172,18 @@ def test_what_only_this_run_does_not_use_is_a_warning(caplog: pytest.LogCaptureF
             EvaluateOptions(source="a", tasks="x", against="y"),
             "--against has no effect without --data",
         ),
-        (ExportOptions(source="a", destination="b", to="gguf", tp=2), "--tp has no effect"),
-        (ExportOptions(source="a", destination="b", to="hf", outtype="f16"), "--outtype has no"),
+        (
+            build_options(
+                ExportOptions, {"source": "a", "destination": "b", "to": "gguf", "tp": 2}
+            ),
+            "--tp has no effect",
+        ),
+        (
+            build_options(
+                ExportOptions, {"source": "a", "destination": "b", "to": "hf", "outtype": "f16"}
+            ),
+            "--outtype has no",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

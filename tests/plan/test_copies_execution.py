@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
+from megtool.options.execution import DigestMode
 from megtool.plan import execute, planner
 from megtool.plan.copies import DroppedItem, Fill, PlanSource, ReshardPlan
 from megtool.plan.summary import summarize

@@ -13,9 +13,9 @@ from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
 from megtool.errors import DigestError, SourceChangedError, StorageError
+from megtool.options.execution import DigestMode
 from megtool.plan import execute, work_units
 from megtool.plan.copies import Fill, Op, PlanSource
 from megtool.plan.planner import build_plan

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, StorageError
 from megtool.formats import open_checkpoint
+from megtool.options.execution import DigestMode
 from megtool.plan import memory
 from megtool.plan.copies import Fill, PlanSource
 from megtool.plan.execute import execute

@@ -194,7 +194,7 @@ def test_any_layout_gives_the_same_bytes(
     source = sources[family]
     reshard(source, tmp_path / "dist", to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
     write_quantized(source, tmp_path / "a", recipe)
-    write_quantized(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory_bytes=1 << 20)
+    write_quantized(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory="1MiB")
     assert stored_tensors(tmp_path / "a") == stored_tensors(tmp_path / "b")
     assert (tmp_path / "a" / "config.json").read_bytes() == (
         tmp_path / "b" / "config.json"

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool import quantize, reshard, verify
-from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
 from megtool.errors import (
     CoverageError,
@@ -21,10 +20,10 @@ from megtool.errors import (
     MegtoolError,
     UsageError,
 )
+from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.options.layout import ParallelConfig
 from megtool.plan import work_units
 from megtool.process.worker_identity import parse_worker
-from megtool.reshard.execute import ExecutionOptions
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.trained import config, write
 from tests.support.checkpoints.updates import (
@@ -321,7 +320,7 @@ def test_memory_is_that_of_the_budget(tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 1}
     tiny_llama.save(tmp_path / "hf", **wide)
     updates = random_updates(tmp_path / "hf", ALL, rank=64)
-    small = ExecutionOptions(fsync=False, threads=1, memory_bytes=4 << 20)
+    small = ExecutionOptions(fsync=False, threads=1, memory="4MiB")
     report = merge(tmp_path / "hf", tmp_path / "a", updates, execution=small)
     assert report.peak_buffer_bytes <= report.plan.peak_buffer_bytes <= 8 << 20
     merge(tmp_path / "hf", tmp_path / "b", updates, execution=replace(EXECUTION, threads=2))

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from megtool.digests.crc32c import DigestMode
 from megtool.dtypes import dtype
 from megtool.formats import open_checkpoint
+from megtool.options.execution import DigestMode
 from megtool.plan import execute, work_units
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan

@@ -11,8 +11,8 @@ from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.digests.crc32c import DigestMode
 from megtool.errors import CoverageError, MappingError
+from megtool.options.execution import DigestMode
 from megtool.plan.copies import Op, PlanSource, ReshardPlan
 from megtool.plan.execute import execute
 from megtool.plan.planner import build_plan

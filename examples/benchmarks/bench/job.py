@@ -33,12 +33,11 @@ def reshard(options: Options, phase: Phases) -> Options:
 
 def quantize(options: Options, phase: Phases) -> Options:
     """Write the source by a recipe that needs no data; amax of inputs are made up."""
-    from megtool.digests.crc32c import DigestMode
+    from megtool.options.execution import DigestMode, ExecutionOptions
+    from megtool.options.target import TargetOptions
     from megtool.quant.qparams import QParams, WeightQParams
     from megtool.quant.resolve import resolve_recipe
     from megtool.quantize.layout.write import write
-    from megtool.reshard.execute import ExecutionOptions
-    from megtool.reshard.writers.target_spec import TargetOptions
 
     decided = resolve_recipe(options["source"], options["recipe"])
     settlement = QParams()

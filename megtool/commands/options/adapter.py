@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megtool.options.field import REQUIRED, Options, argument, option
-from megtool.options.groups import INPUT, OUTPUT, OutputOptions, SourceOptions
+from megtool.options.execution import WITHOUT_CHECKS, ExecutionOptions
+from megtool.options.field import REQUIRED, Options, argument, group, option
+from megtool.options.groups import INPUT, OUTPUT, SourceOptions
 
 ADAPTER = "An adapter: a folder of PEFT, or a checkpoint of Megatron-Bridge or ModelOpt."
 
@@ -27,7 +28,7 @@ class InspectAdapterOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertAdapterOptions(SourceOptions, OutputOptions):
+class ConvertAdapterOptions(Options):
     """Write an adapter in another program's format: the same function of the same base model.
 
     Nothing is computed where both formats have the same matrices. Those of projections that a
@@ -35,6 +36,8 @@ class ConvertAdapterOptions(SourceOptions, OutputOptions):
 
     Example: megtool adapter convert ./my-adapter ./bridge-adapter --to bridge --base ./base
     """
+
+    not_offered: ClassVar = WITHOUT_CHECKS | {"memory", "threads", "unsafe_store", "worker"}
 
     source: Path = argument(ADAPTER, "SRC")
     destination: Path = argument(
@@ -51,3 +54,5 @@ class ConvertAdapterOptions(SourceOptions, OutputOptions):
         REQUIRED,
         metavar="CHECKPOINT",
     )
+    reading: SourceOptions = group(SourceOptions)
+    execution: ExecutionOptions = group(ExecutionOptions)

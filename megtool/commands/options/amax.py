@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from megtool.options.field import (
-    argument,
-    option,
-)
+from megtool.options.execution import WITHOUT_CHECKS, ExecutionOptions
+from megtool.options.field import argument, group, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
-    CopyOptions,
     DryRunOptions,
     ObjectOptions,
-    OutputOptions,
     SourceOptions,
     ThreadOptions,
-    WorkerOptions,
     WorkerScanOptions,
 )
 
@@ -43,13 +39,17 @@ class InspectAmaxOptions(ThreadOptions, WorkerScanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewriteAmaxOptions(SourceOptions, CopyOptions, OutputOptions, ObjectOptions, WorkerOptions):
+class RewriteAmaxOptions(ObjectOptions):
     """What `amax fix` and `amax strip` take."""
+
+    not_offered: ClassVar = WITHOUT_CHECKS
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(
         "The new checkpoint; it appears when complete.", "DST", is_written=True
     )
+    reading: SourceOptions = group(SourceOptions)
+    execution: ExecutionOptions = group(ExecutionOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class StripAmaxOptions(RewriteAmaxOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeriveAmaxOptions(SourceOptions, DryRunOptions):
+class DeriveAmaxOptions(DryRunOptions):
     """Make a calibration file from FP8 training's amax histories: no data, no model run.
 
     `megtool quantize SRC DST --recipe fp8 --calibration FILE` takes it.
@@ -83,4 +83,5 @@ class DeriveAmaxOptions(SourceOptions, DryRunOptions):
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument("The calibration file to write.", "FILE", is_written=True)
+    reading: SourceOptions = group(SourceOptions)
     overwrite: bool = option("Dangerous", "Replace FILE.", False, flags=("--overwrite",))

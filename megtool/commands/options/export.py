@@ -6,23 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from megtool.options.execution import (
+    WITHOUT_CHECKS,
+    ExecutionOptions,
+    LargeExecutionOptions,
+)
 from megtool.options.field import (
     REQUIRED,
     OptionCondition,
     argument,
+    group,
     layout_size,
     option,
 )
+from megtool.options.gguf import GgufOptions
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
     AdaptedSourceOptions,
-    CopyOptions,
     EngineOptions,
-    OutputOptions,
     PageOptions,
-    WorkerOptions,
 )
 
 EXPORT_FORMATS = {
@@ -68,7 +72,7 @@ class ExportFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(AdaptedSourceOptions, EngineOptions, CopyOptions, OutputOptions, WorkerOptions):
+class ExportOptions(EngineOptions):
     """Write a checkpoint as the files that an engine loads, quantized or not.
 
     Codes and scales are copied as they are, packed as the format packs them. Needs no GPU, no
@@ -80,7 +84,10 @@ class ExportOptions(AdaptedSourceOptions, EngineOptions, CopyOptions, OutputOpti
     extra_needs: ClassVar = {
         _FOLDERS: ("target", "max_shard_size"),
         _NOT_CODED: ("iteration", "like"),
+        _GGUF: ("outtype", "imatrix", "save_imatrix", "pre_tokenizer"),
     }
+    not_offered: ClassVar = WITHOUT_CHECKS
+    shown_after: ClassVar = {"target": "memory"}
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(
@@ -109,35 +116,7 @@ class ExportOptions(AdaptedSourceOptions, EngineOptions, CopyOptions, OutputOpti
     ep: int | None = layout_size(
         "ep", note=", for trtllm-legacy; shares the ranks of --tp", needs=(_LEGACY,)
     )
-    outtype: str | None = option(
-        OUTPUT,
-        "Number format of a GGUF file: bf16, f16, f32, q8_0, q4_0, ... or a mixture of K-quants "
-        "(q4_k_m, q5_k_m, q6_k, ...) by llama.cpp's rules; nvfp4 keeps codes and scales of a SRC "
-        "that is quantized so; default: bf16.",
-        metavar="TYPE",
-        needs=(_GGUF,),
-    )
-    imatrix: Path | None = option(
-        INPUT,
-        "Weigh the errors of a weight's columns by an importance matrix: a calibration file of "
-        "this model (megtool quantize --calibrate-only), or an imatrix file of llama.cpp.",
-        metavar="FILE",
-        needs=(_GGUF,),
-    )
-    save_imatrix: Path | None = option(
-        OUTPUT,
-        "Also write the importance matrix as a file for llama.cpp's own quantizer.",
-        metavar="FILE",
-        is_written=True,
-        needs=(_GGUF,),
-    )
-    pre_tokenizer: str | None = option(
-        OUTPUT,
-        "llama.cpp's name for how the tokenizer splits text (its LLAMA_VOCAB_PRE); default: found "
-        "in tokenizer.json.",
-        metavar="NAME",
-        needs=(_GGUF,),
-    )
+    gguf: GgufOptions = group(GgufOptions)
     dtype: str | None = option(
         OUTPUT,
         "Cast weights that are not quantized (bfloat16, float16, float32, ...).",
@@ -145,12 +124,8 @@ class ExportOptions(AdaptedSourceOptions, EngineOptions, CopyOptions, OutputOpti
         needs=(_PLAIN, _NOT_CODED),
     )
     max_shard_size: str | None = option(OUTPUT, "Largest file; default: 5GB.", metavar="SIZE")
-    memory: str = option(
-        OUTPUT,
-        "Most memory for buffers (at least 384 KiB per thread).",
-        "256MiB",
-        metavar="SIZE",
-    )
+    reading: AdaptedSourceOptions = group(AdaptedSourceOptions)
+    execution: ExecutionOptions = group(LargeExecutionOptions)
 
 
 @dataclass(frozen=True, kw_only=True)

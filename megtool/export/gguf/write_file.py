@@ -31,10 +31,12 @@ from megtool.export.gguf.tokenizer import build_tokenizer_keys
 from megtool.export.report import ExportReport
 from megtool.export.staged_export import PlannedExport
 from megtool.number_formats.kquants import K_QUANTS, WEIGHED
+from megtool.options.execution import ExecutionOptions
+from megtool.options.gguf import GgufOptions
 from megtool.options.groups import SourceOptions
 from megtool.plan.copies import DroppedItem, PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
-from megtool.reshard.execute import ExecutionOptions, expected_digests, source_paths
+from megtool.reshard.execute import expected_digests, source_paths
 from megtool.source.checkpoint import CheckpointSource, collect_saved_tokenizer, unknown_model
 from megtool.source.open import open_source
 from megtool.source.repeated_tensors import find_false_copies
@@ -52,27 +54,6 @@ _FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufOptions:
-    """How a file is made.
-
-    Args:
-        outtype: The type of most weights: f32, f16, bf16, a block type (q8_0, q4_0, ...) or a
-            mixture of llama.cpp (q4_k_m, ...); see `assign_types` for the other weights. nvfp4
-            keeps codes and scales of a source that is quantized so.
-        pre_tokenizer: llama.cpp's name for how the tokenizer splits text, if tokenizer.json does
-            not tell.
-        imatrix: An importance matrix of llama.cpp, or a calibration file: by it errors of the
-            columns of weights are weighed.
-        save_imatrix: Where to write what `imatrix` says as a file of llama.cpp.
-    """
-
-    outtype: str = "bf16"
-    pre_tokenizer: str | None = None
-    imatrix: Path | None = None
-    save_imatrix: Path | None = None
 
 
 def export_gguf(
@@ -111,7 +92,9 @@ def export_gguf(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
-    file_type = parse_file_type(options.outtype, has_importance=options.imatrix is not None)
+    file_type = parse_file_type(
+        options.outtype or "bf16", has_importance=options.imatrix is not None
+    )
     _check_importance(options, file_type)
     _check_saved(options.save_imatrix, destination)
     opened = open_source(source, model, optimizer=False)

@@ -37,11 +37,12 @@ from megtool.formats.safetensors.reader import (
 from megtool.lint.folder_view import plan_folder
 from megtool.number_formats.decode import LOW_RANK
 from megtool.number_formats.small_floats import single
+from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import SourceOptions
+from megtool.options.sizes import parse_size
 from megtool.plan.copies import DroppedItem, PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
-from megtool.reshard.execute import ExecutionOptions
 from megtool.source.open import open_source
 from megtool.storage.files import Files, read_file
 from megtool.tensors.placement import Placement
@@ -52,21 +53,13 @@ from megtool.transport.constant_feed import ConstantFeed, round_to_dtype
 _RENAMED = "its value is stored under another name"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderOptions:
-    """What the folder is: `to` is its form, `compressed-tensors` or `fp8-blocks`, and anything else
-    is ModelOpt's; `target` is the engine, or ENGINE@VERSION, that has to load it."""
-
-    to: str
-    target: str | None = None
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES
-
-
 def export_folder(
     source: Path,
     destination: Path,
-    options: FolderOptions,
     *,
+    to: str,
+    target: str | None = None,
+    max_shard_size: str | None = None,
     family: str | None = None,
     execution: ExecutionOptions,
     files: Files | None = None,
@@ -74,10 +67,13 @@ def export_folder(
 ) -> ExportReport:
     """Write a quantized Hugging Face folder in ModelOpt's form, DeepSeek's or compressed-tensors'.
 
+    `to` is its form, `compressed-tensors` or `fp8-blocks`, and anything else is ModelOpt's;
+    `target` is the engine, or ENGINE@VERSION, that has to load it.
+
     Codes and scales keep their values: if both forms pack them alike their bytes are copied,
     otherwise they are repacked; nothing is rounded again. A compressed-tensors folder that stays
     one keeps its whole configuration. The plan is checked against the rules of the loader of
-    `options.target` before anything is staged.
+    `target` before anything is staged.
 
     Raises:
         FormatError: the source is not quantized, or incomplete.
@@ -87,8 +83,11 @@ def export_folder(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
-    engine = parse_engine(options.target) if options.target else None
-    form, folder = _read(source, options.to)
+    shard_bytes = (
+        parse_size(max_shard_size, "max shard size") if max_shard_size else DEFAULT_SHARD_BYTES
+    )
+    engine = parse_engine(target) if target else None
+    form, folder = _read(source, to)
     form.check(folder)
     if engine is not None and isinstance(form, ModelOptForm):
         _check_algos(folder, engine)
@@ -96,7 +95,7 @@ def export_folder(
     system = files or Files()
     with SmallTensorReader(folder.catalogue, system) as values:
         tensors = _plan_tensors(folder, form, values)
-        plan = _plan(folder, form, tensors, options.max_shard_bytes)
+        plan = _plan(folder, form, tensors, shard_bytes)
         notes = [*folder.notes, *form.notes(folder)]
         if folder.has_untied_head:
             notes.append("lm_head is quantized: tie_word_embeddings becomes false")
@@ -106,11 +105,11 @@ def export_folder(
             plan.target.iter_small_files(),
             tensors.tile_reader(values),
         )
-        notes += check_engine_rules(planned, options.target)
-    is_named = options.to in ("compressed-tensors", "fp8-blocks", "unified")
+        notes += check_engine_rules(planned, target)
+    is_named = to in ("compressed-tensors", "fp8-blocks", "unified")
     report = ExportReport(
         source=str(source),
-        to=options.to if is_named else f"unified ({options.to})",
+        to=to if is_named else f"unified ({to})",
         engine=engine.name if engine else "",
         algo=" and ".join(_formats(folder)),
         kv_algo=folder.kv_algo,

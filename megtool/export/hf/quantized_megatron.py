@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from megtool.console import Progress, several, silent
-from megtool.digests.crc32c import DigestMode
 from megtool.errors import MappingError, UsageError
-from megtool.export.hf.quantized_folder import FolderOptions
 from megtool.export.preflight import check_engine_rules
 from megtool.export.report import ExportReport
 from megtool.lint.folder_view import open_folder
+from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.options.groups import SourceOptions
+from megtool.options.target import TargetOptions
 from megtool.quant.recipes.engine_support import EngineVersion, check_engine, parse_engine
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import RecipeProblems
@@ -23,9 +23,7 @@ from megtool.quantize.layout.megatron_source import (
 )
 from megtool.quantize.layout.write import VerificationError, check_storable, write
 from megtool.quantize.verification.verify_folder import verify_folder
-from megtool.reshard.execute import ExecutionOptions
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.storage.files import Files
 
 UNIFIED = ("unified", "vllm", "sglang", "trtllm")
@@ -35,9 +33,11 @@ UNIFIED = ("unified", "vllm", "sglang", "trtllm")
 def export_quantized_megatron(
     source: Path,
     destination: Path,
-    options: SourceOptions,
+    reading: SourceOptions,
     *,
-    folder: FolderOptions,
+    to: str,
+    target: str | None = None,
+    max_shard_size: str | None = None,
     execution: ExecutionOptions,
     files: Files | None = None,
     progress: Progress = silent,
@@ -55,14 +55,15 @@ def export_quantized_megatron(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
-    to, target = folder.to, folder.target
     if to not in UNIFIED:
         raise UsageError(
             f"--to {to} cannot be made of a quantized Megatron checkpoint in one step",
             hint="--to unified, then megtool export of that folder",
         )
     engine = parse_engine(target) if target else None
-    read = read_quantized_megatron(source, options, threads=execution.threads, progress=progress)
+    read = read_quantized_megatron(
+        source, reading, threads=execution.num_threads, progress=progress
+    )
     check_storable(read.source, read.decisions)
     if engine is not None:
         _check_engine(read, engine)
@@ -77,9 +78,9 @@ def export_quantized_megatron(
                 read.decisions,
                 read.qparams,
                 auxiliary_files=make_target(
-                    read.source, TargetOptions(to="hf")
+                    read.source, TargetOptions(destination=destination, to="hf")
                 ).destination.small_files,
-                threads=execution.threads,
+                threads=execution.num_threads,
                 progress=progress,
             )
             wrong = [f for f in proof.findings if f.severity == "error"]
@@ -97,7 +98,7 @@ def export_quantized_megatron(
         read.source,
         read.decisions,
         read.qparams,
-        TargetOptions(to="hf", max_shard_bytes=folder.max_shard_bytes, destination=destination),
+        TargetOptions(to="hf", max_shard_size=max_shard_size, destination=destination),
         execution,
         files=files,
         before_commit=check,
@@ -125,7 +126,7 @@ def export_quantized_megatron(
         is_dry=execution.dry_run,
         seconds=time.monotonic() - start,
         peak_rss_bytes=written.peak_rss_bytes,
-        digested=written.digested if execution.digest is not DigestMode.NONE else 0,
+        digested=written.digested if execution.digest_mode is not DigestMode.NONE else 0,
         digested_files=written.digested_files,
         worker=written.worker,
     )

@@ -22,11 +22,12 @@ from megtool.export.trtllm_legacy.layout import check_family
 from megtool.export.trtllm_legacy.plan import LegacyModel, TrtllmLegacyPlan, plan_trtllm_legacy
 from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights, find_quantized_weights
 from megtool.formats.safetensors.quantization_config import quantization_config
+from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import SourceOptions
 from megtool.options.layout import ParallelConfig
 from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
-from megtool.reshard.execute import ExecutionOptions, source_paths
+from megtool.reshard.execute import source_paths
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.source.open import open_source
 from megtool.source.repeated_tensors import find_false_copies

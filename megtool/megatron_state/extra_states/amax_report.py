@@ -1,4 +1,4 @@
-"""Options and report of what a reshard does with FP8's delayed scaling state."""
+"""Report of what a reshard does with FP8's delayed scaling state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any, Literal
 from megtool.number_formats.delayed_scaling import Columns
 
 AmaxMode = Literal["keep", "rebuild", "strip"]
-AMAX_MODES: tuple[AmaxMode, ...] = ("keep", "rebuild", "strip")
 RELEASES = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AmaxOptions:
+class AmaxTarget:
     """What to do with extra states.
 
     `mode`: `keep` them, `rebuild` those that contradict their weights, or `strip` empty ones that

@@ -23,6 +23,7 @@ from megtool.convert.dialects import CanonicalView, TargetView
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.options.layout import ParallelConfig
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
 from megtool.quant.modelopt.grid_weights import GridWeightFeed
@@ -51,7 +52,7 @@ from megtool.quantize.layout.stored_layout import StoredModule, StoredWeight, fi
 from megtool.quantize.layout.weight_layout import row_layout
 from megtool.reshard.execute import placements_read
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import AddedState, Target, TargetOptions
+from megtool.reshard.writers.target_spec import AddedState, Target
 from megtool.source.checkpoint import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 from megtool.transport.computed_tensors import TensorFeed
@@ -214,7 +215,7 @@ def plan_megatron_target(
     """
     out = QuantizedMegatron()
     add = partial(add_quantizers, out, decisions, qparams)
-    out.planned_target = make_target(source, replace(options, singletons=True, add=add))
+    out.planned_target = make_target(source, options, add=add)
     return out
 
 

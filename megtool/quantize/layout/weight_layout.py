@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import MappingError
+from megtool.options.target import TargetOptions
 from megtool.quant.packed_tensors.pack import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.source.checkpoint import CheckpointSource
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

@@ -23,7 +23,9 @@ from megtool.formats.safetensors.reader import (
     INDEX,
     plan_safetensors_layout,
 )
+from megtool.options.execution import ExecutionOptions
 from megtool.options.layout import LayoutOptions
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.execute import CopyReport
 from megtool.plan.planner import build_plan
@@ -53,15 +55,14 @@ from megtool.quantize.layout.stored_layout import (
 )
 from megtool.quantize.layout.weight_layout import check_places, make_quantized_target
 from megtool.reshard.execute import (
-    ExecutionOptions,
     expected_digests,
     peak_rss_bytes,
     placements_read,
     source_paths,
     write_target_digests,
 )
-from megtool.reshard.staged_write import write_staged, written_files
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.staged_write import make_stage, write_staged, written_files
+from megtool.reshard.writers.target_spec import Target
 from megtool.reshard.written_digests import count_digested
 from megtool.source.checkpoint import CheckpointSource
 from megtool.storage.files import Files
@@ -118,7 +119,7 @@ def check_storable(source: CheckpointSource, decisions: Sequence[Decision]) -> N
         for d in decisions
         if d.format is not None and d.format.algo
     }
-    target = make_quantized_target(source, decisions, TargetOptions(to="hf"))
+    target = make_quantized_target(source, decisions, TargetOptions(destination=Path(), to="hf"))
     check_places(decisions, target)
     for stored in list_stored_modules(source, decisions, plain, target):
         list_tensor_specs(stored, checked=False)
@@ -174,7 +175,8 @@ def write(
 
         planned = plan_megatron_target(source, decisions, qparams, options)
     stage_of = partial(
-        execution.make_stage,
+        make_stage,
+        execution,
         options.destination,
         files=system,
         sources=source_paths(source),
@@ -183,10 +185,14 @@ def write(
     if execution.dry_run or system.lstat(first.staging) is None:  # else `stage` checks it
         first.check()
     if not execution.dry_run:
-        find_shared_amaxes(source, modules, system, threads=execution.threads, progress=progress)
+        find_shared_amaxes(
+            source, modules, system, threads=execution.num_threads, progress=progress
+        )
     shard_bytes = options.max_shard_bytes or DEFAULT_SHARD_BYTES
     settings = (source.rotation or {}).get("settings")
-    options_key = repr((__version__, execution.digest.value, *([settings] if settings else [])))
+    options_key = repr(
+        (__version__, execution.digest_mode.value, *([settings] if settings else []))
+    )
     if planned is None:
         plan = _plan(source, decisions, qparams, modules, target, shard_bytes, options_key)
     else:

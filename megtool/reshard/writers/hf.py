@@ -8,8 +8,9 @@ from megtool.formats.safetensors.reader import plan_safetensors_layout as lay_ou
 from megtool.megatron_state.extra_states.names import EMPTY, is_empty_state
 from megtool.megatron_state.param_groups import is_group_object
 from megtool.megatron_state.random_state import is_rerun_idle, is_rerun_object
+from megtool.options.target import TargetOptions
 from megtool.plan.copies import DroppedItem
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.run_state.common_state import account_for_common
 from megtool.source.checkpoint import CheckpointSource, collect_hf_files, collect_saved_tokenizer
 

@@ -27,7 +27,7 @@ from megtool.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.formats.megatron_legacy.ranks import RankSizes, rank_folder_name
 from megtool.formats.megatron_legacy.reader import plan_megatron_legacy_layout as lay_out_files
 from megtool.formats.save_folder import folder_name
-from megtool.fp8_state.transfer import ExtraStateTransfer
+from megtool.fp8_state.transfer import ExtraStateTransfer, resolve_amax
 from megtool.megatron_state.extra_states.names import (
     SUFFIX,
     Site,
@@ -40,8 +40,9 @@ from megtool.megatron_state.param_groups import OptimizerState
 from megtool.megatron_state.ranks.files import expert_rank
 from megtool.megatron_state.ranks.objects import select_chunk_sites, select_rank_state
 from megtool.options.layout import ParallelConfig
+from megtool.options.target import TargetOptions
 from megtool.pickles.reader import inert_global
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.run_state.checkpoint_objects import (
     CarriedObjects,
     join_expert_states,
@@ -117,7 +118,7 @@ def plan_layout(
     _check_tensor_names(source, weights)
     out.replicated += _check_replicated(source, weights, parallel, options.replicate)
     carried = plan_objects(source, out.side.tensors, parallel, out.format)
-    states = ExtraStateTransfer(source, carried, options.amax)
+    states = ExtraStateTransfer(source, carried, resolve_amax(options))
     states.convert(list_required_states(out.side.tensors, ()))
     writer = _RankFileWriter(
         source, config, parallel, weights, find_state_dtypes(out.side), carried, states
@@ -128,7 +129,7 @@ def plan_layout(
         parallel,
         out.side.tensors,
         dtype,
-        options.optimizer,
+        out.optimizer_format,
         target=out.format,
         objects=carried.objects,
         config=config,

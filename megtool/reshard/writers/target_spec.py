@@ -1,16 +1,14 @@
-"""The options of a reshard's target, and the target that is planned from them."""
+"""The target of a reshard as it is planned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megtool.convert.dialects import TargetView
-from megtool.dtypes import DType
-from megtool.megatron_state.extra_states.amax_report import AmaxOptions, AmaxReport
-from megtool.options.layout import LayoutOptions, ParallelConfig
+from megtool.megatron_state.extra_states.amax_report import AmaxReport
+from megtool.options.layout import ParallelConfig
 from megtool.plan.copies import DroppedItem, Fill
 from megtool.staging.protocol import CheckpointStage
 from megtool.tensors.catalogue import Destination
@@ -31,39 +29,6 @@ class AddedState:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOptions:
-    """What to write and where.
-
-    `to` is the format, None for the source's own. `optimizer` is the format of optimizer state,
-    None for the target's usual one. `prove_all` compares all elements of tensors that are left out
-    as copies of other tensors, instead of some. `drop_objects` leaves out objects that name what no
-    checkpoint needs, instead of refusing them. `renames` are patterns `OLD=NEW`. `replicate` are
-    globs of tensors that may be written whole for every tensor-parallel rank. `model_class` is the
-    class of Megatron's that will load the target, `gpt` or `hybrid`, None for the source's.
-    `singletons` names single experts, and gate and up rows apart; `add` says what to store beside
-    the tensors that are planned.
-    """
-
-    to: str | None = None
-    layout: LayoutOptions = field(default_factory=LayoutOptions)
-    optimizer: str | None = None
-    prove_all: bool = False
-    drop_objects: bool = False
-    core_version: str | None = None
-    bridge: bool = False
-    dtype: DType | None = None
-    max_shard_bytes: int | None = None
-    compress: str | None = None
-    renames: Sequence[str] = ()
-    replicate: Sequence[str] = ()
-    model_class: str | None = None
-    singletons: bool = False
-    add: Callable[[TargetView, ParallelConfig], AddedState] | None = None
-    amax: AmaxOptions = field(default_factory=AmaxOptions)
-    destination: Path = Path()
-
-
 @dataclass(slots=True, kw_only=True)
 class Target:
     """A planned destination, and its relation to the canonical tensors.
@@ -71,8 +36,10 @@ class Target:
     A tensor that the destination has several times has more names in `side.placements`; `copies`
     maps each to the canonical name. `moved` and `derived` name objects and parts of the common
     state that are written unchanged, or rewritten. `replicated` names tensors that nothing but
-    `--replicate` says are whole in every rank file. `finish(stage, threads)` is called when all
-    bytes are staged. `amax` reports FP8's delayed scaling state, if there is any.
+    `--replicate` says are whole in every rank file. `optimizer_format` is the format of optimizer
+    state, None where its names stay, and `added` what is stored beside the model.
+    `finish(stage, threads)` is called when all bytes are staged. `amax` reports FP8's delayed
+    scaling state, if there is any.
     """
 
     format: str
@@ -81,6 +48,8 @@ class Target:
     side: TargetView
     destination: Destination
     fills: list[Fill]
+    optimizer_format: str | None = None
+    added: AddedState = field(default_factory=AddedState)
     copies: dict[str, str] = field(default_factory=dict)
     dropped: list[DroppedItem] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)

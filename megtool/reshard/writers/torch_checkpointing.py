@@ -14,8 +14,9 @@ from megtool.formats.torch_checkpointing.metadata import NestedPath
 from megtool.megatron_state.extra_states.names import is_empty_value
 from megtool.megatron_state.saved_objects import read_object
 from megtool.options.layout import ParallelConfig
+from megtool.options.target import TargetOptions
 from megtool.pickles.zip_reader import load_object
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.reshard.writers.torch_dist import shard_rows
 from megtool.run_state.checkpoint_objects import CarriedObjects, plan_objects
 from megtool.run_state.common_state import account_for_common

@@ -14,14 +14,15 @@ from megtool.errors import MappingError
 from megtool.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.formats.save_folder import folder_name
 from megtool.formats.torch_dist.layout import plan_torch_dist_layout as lay_out_ranks
-from megtool.fp8_state.transfer import ExtraStateTransfer
+from megtool.fp8_state.transfer import ExtraStateTransfer, resolve_amax
 from megtool.megatron_state.bridge_files import edit_layout, make_bridge_files
 from megtool.megatron_state.extra_states.names import list_required_states
 from megtool.megatron_state.nemo_config import BRIDGE_FILE
 from megtool.megatron_state.param_groups import DP_RESHARDABLE
 from megtool.megatron_state.saved_objects import vocab_divisor
 from megtool.options.layout import ParallelConfig
-from megtool.reshard.writers.target_spec import AddedState, Target, TargetOptions
+from megtool.options.target import TargetOptions
+from megtool.reshard.writers.target_spec import AddedState, Target
 from megtool.run_state.checkpoint_objects import encode_objects, plan_objects
 from megtool.run_state.common_state import (
     account_for_common,
@@ -47,19 +48,18 @@ def plan_layout(
     """Plan one data file per rank, the objects, and the small files."""
     parallel = out.parallel or ParallelConfig()
     megatron = out.format == "torch_dist"
-    if megatron and options.optimizer == DP_RESHARDABLE and find_state_dtypes(out.side):
+    if megatron and out.optimizer_format == DP_RESHARDABLE and find_state_dtypes(out.side):
         _plan_bucket_layout(source, options, out, dtype, parallel)
         return
     shards = out.side.shards
     if shards is None:
         shards = shard_rows(out.side.tensors, parallel.dp)
     tensors = [*out.side.tensors]
-    added = AddedState() if options.add is None else options.add(out.side, parallel)
-    if added.tensors:
-        tensors += added.tensors
-        whole = [((0,) * len(t.shape), t.shape) for t in added.tensors]
+    if out.added.tensors:
+        tensors += out.added.tensors
+        whole = [((0,) * len(t.shape), t.shape) for t in out.added.tensors]
         shards = _join_shards(shards, [[(lo, hi, 0)] for lo, hi in whole], tensors)
-    _plan_layout(source, options, out, dtype, parallel, tensors, shards, added)
+    _plan_layout(source, options, out, dtype, parallel, tensors, shards)
 
 
 def _plan_layout(
@@ -70,9 +70,9 @@ def _plan_layout(
     parallel: ParallelConfig,
     tensors: Sequence[GlobalTensor],
     shards: Shards,
-    added: AddedState,
 ) -> None:
-    """Plan all files for stored tensors and their shards; objects and files of `added` too."""
+    """Plan all files for stored tensors and their shards, with what `out.added` has."""
+    added = out.added
     megatron = out.format == "torch_dist"
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
     small = collect_small_files(source, dtype, () if megatron else (f"{MODELOPT_FOLDER}/",))
@@ -83,7 +83,7 @@ def _plan_layout(
     transfer = ExtraStateTransfer(
         source,
         carried,
-        options.amax,
+        resolve_amax(options),
         experts_per_rank=_count_joined_experts(source, parallel) if megatron else 1,
     )
     if megatron:
@@ -105,7 +105,7 @@ def _plan_layout(
             parallel,
             out.side.tensors,
             dtype,
-            options.optimizer,
+            out.optimizer_format,
             objects=objects,
             config=out.side.config,
         )
@@ -204,8 +204,8 @@ def _plan_bucket_layout(
     flat_boxes = [[((a,), (b,), owner) for a, b, owner in ranges] for ranges in layout.ranges]
     shards = _join_shards(weight_shards, flat_boxes, stored)
     inner = groups.for_chain(layout.num_chains) if groups else [{}] * layout.num_chains
-    added = AddedState(objects=make_bucket_objects(layout, settings, inner))
-    _plan_layout(source, options, out, dtype, parallel, stored, shards, added)
+    out.added = AddedState(objects=make_bucket_objects(layout, settings, inner))
+    _plan_layout(source, options, out, dtype, parallel, stored, shards)
     regrouping, names = plan_regrouping(layout, shards, len(weights), prefixes)
     flat = {t.name for t in layout.tensors}
     destination = out.destination

@@ -13,7 +13,8 @@ from megtool.formats.zarr.layout import DEFAULT_SHARD_BYTES
 from megtool.formats.zarr.layout import plan_zarr_layout as lay_out_arrays
 from megtool.formats.zarr.tensorstore import write_database
 from megtool.megatron_state.optimizer.master_weight_check import split_box
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.options.target import TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.run_state.checkpoint_objects import encode_stored_object
 from megtool.run_state.common_state import account_for_common
 from megtool.source.checkpoint import CheckpointSource, collect_small_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from megtool.convert.pruning_scores import (
     BY_LAYER,
     MEASURED,
     KeptParts,
-    PrunedSizes,
     PruningScores,
     choose_parts,
     model_sizes,
@@ -23,6 +22,7 @@ from megtool.convert.width_subset import WidthCuts, pruned_config, pruned_hf_con
 from megtool.digests.crc32c import SIDECAR
 from megtool.errors import FormatError, UsageError
 from megtool.megatron_state.extra_states.names import is_empty_state
+from megtool.options.selection import PruningOptions
 from megtool.source.checkpoint import CheckpointSource, require_model
 from megtool.source.computed.gathered import GatheredTensor, expand, with_gathered
 from megtool.source.subset.layers import (
@@ -56,45 +56,28 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruningOptions:
-    """What to leave out: the sizes of the smaller model, by the scores in `file`; or `layers`, a
-    list of those that stay, as in `--layers`."""
+def prune_as_asked(source: CheckpointSource, options: PruningOptions) -> CheckpointSource:
+    """Return the checkpoint of what stays, with a record of it.
 
-    sizes: PrunedSizes = field(default_factory=PrunedSizes)
-    file: Path | None = None
-    layers: str | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether anything is left out."""
-        return self.sizes.is_given or self.layers is not None
-
-    def apply(self, source: CheckpointSource) -> CheckpointSource:
-        """The checkpoint of what stays, with a record of it.
-
-        Raises:
-            UsageError: sizes that the model cannot have.
-            FormatError: the file holds no scores of this model.
-            MappingError: the model is not known, or cannot be described without the other parts.
-        """
-        if not self.is_given:
-            return source
-        config = require_model(source, _PURPOSE)[1]
-        parts, scores = KeptParts(), None
-        if self.sizes.is_given and self.file is not None:
-            scores = read_scores(self.file)
-            parts = choose_parts(scores, self.sizes, config, self.file)
-        if self.layers is not None:
-            if parts.layers is not None:
-                raise UsageError(
-                    "--layers and --num-layers exclude each other", hint="give one of them"
-                )
-            parts = replace(parts, layers=parse_layers(self.layers, config.num_layers))
-        return prune(source, parts, scores)
-
-
-PRUNE_NOTHING = PruningOptions()
+    Raises:
+        UsageError: sizes that the model cannot have.
+        FormatError: the file holds no scores of this model.
+        MappingError: the model is not known, or cannot be described without the other parts.
+    """
+    if not options.is_given:
+        return source
+    config = require_model(source, _PURPOSE)[1]
+    parts, scores = KeptParts(), None
+    if options.has_sizes and options.pruning_scores is not None:
+        scores = read_scores(options.pruning_scores)
+        parts = choose_parts(scores, options, config, options.pruning_scores)
+    if options.layers is not None:
+        if parts.layers is not None:
+            raise UsageError(
+                "--layers and --num-layers exclude each other", hint="give one of them"
+            )
+        parts = replace(parts, layers=parse_layers(options.layers, config.num_layers))
+    return prune(source, parts, scores)
 
 
 def prune(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megtool.convert.config.hybrid import GPT, HYBRID, needs_hybrid
+from megtool.convert.config.hybrid import needs_hybrid
 from megtool.convert.dialects import is_optimizer_state
 from megtool.dtypes import DType
 from megtool.formats.save_folder import folder_name
@@ -20,12 +21,13 @@ from megtool.megatron_state.optimizer.dp_reshardable_writer import make_bucket_o
 from megtool.megatron_state.param_groups import is_group_object
 from megtool.megatron_state.random_state import RERUN, is_rerun_object, is_rng_object
 from megtool.options.layout import LayoutOptions, ParallelConfig
+from megtool.options.target import TargetOptions
 from megtool.pickles.zip_reader import load_object_bytes
 from megtool.pickles.zip_writer import encode_object
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import Target, TargetOptions
+from megtool.reshard.writers.target_spec import Target
 from megtool.run_state.common_state import read_iteration
-from megtool.run_state.optimizer import NONE, choose_bucket_settings, warn_unknown_order
+from megtool.run_state.optimizer import choose_bucket_settings, warn_unknown_order
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
@@ -72,16 +74,20 @@ def make_save_template(
     weights = _without_optimizer(opened)
     layout = LayoutOptions.of(parallel)
     # The run's own modules have the numbers of the configuration's layers.
-    own_class = HYBRID if needs_hybrid(opened.model.config) else GPT
+    own_class: Literal["gpt", "hybrid"] = "hybrid" if needs_hybrid(opened.model.config) else "gpt"
     request = TargetOptions(
-        to="torch_dist", layout=layout, optimizer=NONE, dtype=dtype, model_class=own_class
+        destination=Path(),
+        to="torch_dist",
+        layout=layout,
+        optimizer_format="none",
+        dtype=None if dtype is None else dtype.name,
+        model_class=own_class,
     )
     if quantizers is not None:  # the states of modules are new ones
         objects = weights.catalogue.objects
         stateless = {n: o for n, o in objects.items() if not is_extra_state(n)}
         weights = replace(weights, catalogue=replace(weights.catalogue, objects=stateless))
-        request = replace(request, singletons=True, add=quantizers.add)
-    target = make_target(weights, request)
+    target = make_target(weights, request, add=None if quantizers is None else quantizers.add)
     destination = target.destination
     folder = folder_name(read_iteration(opened.catalogue)) + "/"
     common = {k: v for k, v in destination.catalogue.metadata["common"].items() if k not in _STATE}

@@ -34,7 +34,7 @@ class QuantizerState:
     _values: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, side: TargetView, parallel: ParallelConfig) -> AddedState:
-        """Plan what a checkpoint stores of them; see `TargetOptions.add`.
+        """Plan what a checkpoint stores of them; see `make_target`.
 
         Raises:
             MappingError, LayoutError: see `add_quantizers`.

@@ -373,13 +373,14 @@ def make_qat_request(
             work=None,
         ),
         output=QuantizeOutputOptions(
-            memory_bytes=0,
-            max_shard_bytes=None,
+            memory="128MiB",
+            max_shard_size=None,
             overwrite=False,
             fsync=False,
             evaluate=None,
             evaluate_tokens=0,
             page=None,
+            worker=None,
         ),
     )
     if any(d.format.number.has_branch for d in job.decisions if d.format and d.format.algo):

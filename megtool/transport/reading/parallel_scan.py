@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megtool.process.threads import MOST_THREADS, count_threads
 from megtool.storage.location.path import is_remote
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement
@@ -42,12 +42,10 @@ def packed_row_depth(placement: Placement, stored: GlobalTensor) -> int | None:
 STORE_TILE_BYTES = 4 << 20
 """What a thread asks a store for at a time: several requests, whose latency is shared."""
 
-_MOST_THREADS = 8
-
 
 def default_threads(threads: int | None, *sources: Path) -> int:
     """The requested number of threads, or one per core, at most eight; eight for sources in stores,
     because threads wait for these."""
     if any(map(is_remote, sources)):
-        return threads or _MOST_THREADS
-    return threads or min(_MOST_THREADS, os.cpu_count() or 1)
+        return threads or MOST_THREADS
+    return threads or count_threads()

@@ -16,6 +16,8 @@ import torch
 
 from megtool.errors import CalibrationError, MissingPackageError
 from megtool.model.batch import Batch
+from megtool.options.execution import ExecutionOptions
+from megtool.options.target import TargetOptions
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.modelopt.unit_solver import ModelOptSolver
@@ -23,8 +25,6 @@ from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
 from megtool.quantize.layout.write import write
 from megtool.quantize.verification.verify_folder import verify_folder
-from megtool.reshard.execute import ExecutionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
 from tests.support.models import tiny_models
 from tests.support.quant.calibrated import (
     Case,

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
+from megtool.options.execution import ExecutionOptions
+from megtool.options.target import TargetOptions
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
 from megtool.quantize.layout.write import write
-from megtool.reshard.execute import ExecutionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
 from tests.support.folders import stored_tensors
 
 pytestmark = pytest.mark.peers

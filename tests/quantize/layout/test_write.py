@@ -128,8 +128,8 @@ def test_small_units_and_narrow_memory_change_nothing(
     for recipe in ("fp8_block128", "nvfp4", "int4_weight_only"):
         write_quantized(source, tmp_path / f"{recipe}-a", recipe)
         monkeypatch.setattr(pack, "UNIT_BYTES", 20_000)
-        more = {"threads": 3, "memory_bytes": 1}
-        write_quantized(source, tmp_path / f"{recipe}-b", recipe, max_shard_bytes=100_000, **more)
+        more = {"threads": 3, "memory": "1"}
+        write_quantized(source, tmp_path / f"{recipe}-b", recipe, max_shard_size="100000", **more)
         monkeypatch.undo()
         assert stored_tensors(tmp_path / f"{recipe}-a") == stored_tensors(tmp_path / f"{recipe}-b")
 

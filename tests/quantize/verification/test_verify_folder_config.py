@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megtool.options.target import TargetOptions
 from megtool.quant.packed_tensors.hf_config import inline
 from megtool.quantize.verification.verify_folder import FolderVerification, verify_folder
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import TargetOptions
 from tests.support.checkpoints.quantized_folder import QuantizedFolder, make_quantized, randomize
 from tests.support.models import tiny_models
 
@@ -42,7 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedFolder]
 
 
 def proof(one: QuantizedFolder) -> FolderVerification:
-    small = make_target(one.source, TargetOptions(to="hf")).destination.small_files
+    small = make_target(
+        one.source, TargetOptions(destination=Path(), to="hf")
+    ).destination.small_files
     return verify_folder(
         one.source, one.path, one.decisions, one.settlement, auxiliary_files=small, threads=1
     )

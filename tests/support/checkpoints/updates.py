@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from megtool.console import silent
+from megtool.options.execution import ExecutionOptions
 from megtool.options.layout import LayoutOptions
-from megtool.reshard.execute import ExecutionOptions, execute, plan_reshard
+from megtool.options.selection import SelectionOptions
+from megtool.options.target import TargetOptions
+from megtool.reshard.execute import execute, plan_reshard
+from megtool.reshard.open_selected import open_selected
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source_options import SelectionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.source.merge import AdapterMerge
 from megtool.source.open import open_source
 from megtool.storage.files import Files
@@ -66,12 +68,12 @@ def merge(
     target = TargetOptions(
         destination=destination,
         to=to,
-        dtype=dtype,
-        optimizer=optimizer,
+        dtype=None if dtype is None else dtype.name,
+        optimizer_format=optimizer,
         layout=LayoutOptions(**layout),
     )
-    opened = replace(target, optimizer=optimizer or "none")
-    checkpoint = SelectionOptions().open(source, opened)
+    opened = replace(target, optimizer_format=optimizer or "none")
+    checkpoint = open_selected(source, SelectionOptions(), opened)
     job = plan_reshard(
         checkpoint,
         None,

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megtool.digests.crc32c import DigestMode
+from megtool.options.execution import DigestMode, ExecutionOptions
+from megtool.options.target import TargetOptions
 from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quantize.layout import write as quantize_write
 from megtool.quantize.layout.write import WriteReport, write
-from megtool.reshard.execute import ExecutionOptions
-from megtool.reshard.writers.target_spec import TargetOptions
 from megtool.source.open import open_source
 from megtool.storage.files import Files
 from megtool.transport.cast import numeric_values
@@ -46,7 +45,7 @@ def write_quantized(
     told = settlement or make_qparams(decided)
     hooks = {n: more.pop(n) for n in ("files", "before_commit", "progress") if n in more}
     target = TargetOptions(
-        to="hf", destination=out, max_shard_bytes=more.pop("max_shard_bytes", None)
+        to="hf", destination=out, max_shard_size=more.pop("max_shard_size", None)
     )
     options = {"threads": 1, "fsync": False, "digest": DigestMode.ALL} | more
     return write(
@@ -77,7 +76,7 @@ def shared_amaxes(decided: ResolvedRecipe, settlement: QParams) -> dict[str, Wei
     from megtool.quantize.layout.weight_layout import make_quantized_target
 
     decisions, opened = decided.matched.decisions, decided.source
-    target = make_quantized_target(opened, decisions, TargetOptions(to="hf"))
+    target = make_quantized_target(opened, decisions, TargetOptions(destination=Path(), to="hf"))
     modules = list_stored_modules(opened, decisions, settlement.weights, target)
     quantize_write.find_shared_amaxes(opened, modules, Files(), threads=1)
     out = {}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megtool.digests.crc32c import DigestMode
 from megtool.errors import SourceChangedError
+from megtool.options.execution import DigestMode
 from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
 from megtool.process.worker_identity import WorkerIdentity

@@ -9,8 +9,9 @@ from typing import Any
 
 from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MegtoolError
+from megtool.options.execution import ExecutionOptions
 from megtool.plan.execute import CopyReport
-from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.reshard.staged_write import write_staged
 from megtool.staging.folder.stage import StagingFolder
 from tests.support.simulation.disk import SimulatedDisk
 from tests.support.simulation.environment import Violation, simulated
@@ -237,7 +238,7 @@ class StagingHistory(SeededHistory):
 
 def run_engine(tiny: TinyPlan, stage: StagingFolder) -> CopyReport:
     """Execute a plan and commit it, as `reshard` does."""
-    options = WriteOptions(threads=1, memory_bytes=1 << 20, digest=tiny.digest)
+    options = ExecutionOptions(threads=1, memory="1MiB", digest=tiny.digest)
     finish: Any = (lambda copied: None) if tiny.is_file else None
     return write_staged(
         tiny.plan, stage, options, verb="reshard", progress=lambda *_: None, finish=finish

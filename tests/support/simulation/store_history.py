@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megtool.digests.crc32c import SIDECAR, DigestMode
+from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MegtoolError
+from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.plan.execute import CopyReport
-from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.reshard.staged_write import make_stage, write_staged
 from megtool.storage.location.path import location
 from megtool.storage.stores.connect import register_store
 from tests.support.simulation.disk import SimulatedDisk
@@ -210,8 +211,9 @@ def in_store(scheduler: Scheduler, store: SimulatedStore) -> Iterator[None]:
 
 def run_into_store(tiny: TinyPlan, files: SimulatedFiles, *, overwrite: bool) -> CopyReport:
     """Execute a plan and publish it, as `reshard` does."""
-    options = WriteOptions(threads=1, memory_bytes=1 << 20, digest=tiny.digest, overwrite=overwrite)
-    stage = options.make_stage(
+    options = ExecutionOptions(threads=1, memory="1MiB", digest=tiny.digest, overwrite=overwrite)
+    stage = make_stage(
+        options,
         location(f"{URL}/{OUT}"),
         files=files,
         fingerprint=tiny.plan.fingerprint,

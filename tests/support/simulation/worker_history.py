@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import MegtoolError
+from megtool.options.execution import ExecutionOptions
 from megtool.plan.execute import CopyReport
 from megtool.process.worker_identity import WorkerIdentity
-from megtool.reshard.staged_write import WriteOptions, write_staged
+from megtool.reshard.staged_write import make_stage, write_staged
 from megtool.storage.location.path import location
 from tests.support.simulation.environment import Violation
 from tests.support.simulation.history import describe
@@ -29,15 +30,16 @@ def run_worker(
     tiny: TinyPlan, files: SimulatedFiles, out: Path, worker: WorkerIdentity, *, overwrite: bool
 ) -> CopyReport:
     """Execute the share of a worker, and publish if it is the last."""
-    options = WriteOptions(
+    options = ExecutionOptions(
         threads=1,
-        memory_bytes=1 << 20,
+        memory="1MiB",
         digest=tiny.digest,
         overwrite=overwrite,
-        worker=worker,
+        worker=f"{worker.index}/{worker.count}",
     )
     plan = tiny.share(worker)
-    stage = options.make_stage(
+    stage = make_stage(
+        options,
         out,
         files=files,
         fingerprint=plan.fingerprint,
