@@ -7,6 +7,7 @@ PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do \
 # One more than there are processors, because tests wait for processes and servers now and then.
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 MARKS ?= not gpu or gpu
+MINUTES ?= 30
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -14,11 +15,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(JOBS) --maxprocesse
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint docs bench clean
+# Every process of the tests would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+.PHONY: help demo test test-all test-rotation lint docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r target what; do \
-		printf 'make %-9s %s\n' "$$target" "$$what"; done
+		printf 'make %-13s %s\n' "$$target" "$$what"; done
 
 demo: .venv/demo ## take a real model through every format and layout and back
 	$(BIN)/megtool demo
@@ -29,6 +32,9 @@ test: .venv/dev ## run the fast tests
 
 test-all: .venv/dev ## run every test; MARKS='slow or peers' narrows them down
 	$(PYTEST) -m '$(MARKS)'
+
+test-rotation: .venv/dev ## run the fast tests, then others by turns; MINUTES=30 bounds them
+	$(PYTEST) -p tests.support.rotation --minutes $(MINUTES)
 
 lint: .venv/dev ## check style, types and spelling
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ OF_THE_CHECKOUT = {
     "test_floors",
     "test_packaging",
     "test_readme",
+    "test_rotation",
 }
 OF_THE_CHECKOUT |= {"test_api", "test_docs", "test_support", "test_tree"}
 """Tests of the checkout itself."""
