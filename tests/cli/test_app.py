@@ -29,6 +29,7 @@ from megtool.console import Progress
 from megtool.options.field import flag, option_fields
 from megtool.report.sections import Report, Section
 from megtool.train.options.config import TrainConfig
+from tests.support.limits import is_within
 
 VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
 
@@ -83,12 +84,12 @@ def seconds_of_children() -> float:
 
 def test_help_is_quick_and_imports_neither_torch_nor_numpy() -> None:
     fastest = 9.0
-    for _ in range(5):
+    for _ in range(3):
         begin = seconds_of_children()
         done = megtool("--help")
         fastest = min(fastest, seconds_of_children() - begin)
         assert done.returncode == 0
-    assert fastest < 0.4
+    assert is_within(fastest, 0.4)
     traced = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "megtool", "--help"],
         capture_output=True,

@@ -20,7 +20,7 @@ from megtool.data.chat_template import TemplateFault, TemplateRefusal, TemplateR
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MappingError, StorageError
 from tests.support.errors import raises
-from tests.support.limits import run_limited
+from tests.support.limits import is_within, run_limited
 from tests.support.models import tiny_tokenizer
 
 CHAT: list[dict[str, Any]] = [
@@ -135,7 +135,7 @@ def test_a_template_that_exceeds_a_limit_is_to_blame(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = chat_template.ChildLimits(
-        memory_bytes=256 << 20, cpu_seconds=1, wall_seconds=20, reply_bytes=16 << 20
+        memory_bytes=256 << 20, cpu_seconds=1, wall_seconds=120, reply_bytes=16 << 20
     )
     monkeypatch.setattr(chat_template, "LIMITS", limits)
     folder = tiny_tokenizer.save(tmp_path, template=BOMBS[name])
@@ -143,7 +143,7 @@ def test_a_template_that_exceeds_a_limit_is_to_blame(
     start = time.monotonic()
     with raises(MappingError, "chat template", file="chat_template.jinja", hint="--chat"):
         tokenizer.chat([{"role": "user", "content": "hi"}])
-    assert time.monotonic() - start < 15
+    assert is_within(time.monotonic() - start, 15, time.monotonic)
     with raises(MappingError, "chat template"):  # and again, in a new process
         tokenizer.chat([{"role": "user", "content": "hi"}])
 

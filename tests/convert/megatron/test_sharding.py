@@ -19,6 +19,7 @@ from megtool.spec.model_config import ModelConfig
 from megtool.tensors.box import cover_fault
 from megtool.tensors.sharded import GlobalTensor, Shards
 from tests.support.errors import raises
+from tests.support.limits import is_within
 
 BF16, F32 = dtype("bfloat16"), dtype("float32")
 
@@ -349,4 +350,4 @@ def test_a_million_shards_take_seconds() -> None:
     start = time.process_time()
     shards = shard(tensors, ParallelConfig(tp=8, etp=4, pp=16, ep=64))
     assert len(shards) == 58 * experts * 3 * 4 * 4 + 64
-    assert time.process_time() - start < 10
+    assert is_within(time.process_time() - start, 10)

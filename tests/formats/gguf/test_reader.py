@@ -19,6 +19,7 @@ from megtool.formats.gguf.tokenizer import convert_gguf_tokenizer
 from megtool.number_formats.gguf import decode
 from tests.support.checkpoints.reads import read_so_far
 from tests.support.errors import raises
+from tests.support.limits import is_within
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +300,7 @@ def test_hostile_headers_are_refused_at_once(tmp_path, case):
     start = time.process_time()
     with pytest.raises(FormatError) as e:
         open_checkpoint(path)
-    assert time.process_time() - start < 0.5
+    assert is_within(time.process_time() - start, 0.5)
     assert e.value.file == str(path)
     assert len(str(e.value)) < 1500
 
