@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from megtool.convert.families.draft_heads import find_draft_head
@@ -18,9 +19,13 @@ _PACKAGE = "megtool.converters"
 
 
 def family_names() -> tuple[str, ...]:
-    """Names of all families: the files of the converters folder."""
-    package = importlib.import_module(_PACKAGE)
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__)))
+    """Return the names of all families: the files of the converters folder."""
+    return _list_modules(tuple(importlib.import_module(_PACKAGE).__path__))
+
+
+@cache  # the list is asked for once a family; a folder that joins the package is another key
+def _list_modules(folders: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders)))
 
 
 def family(name: str) -> Family:
