@@ -34,16 +34,16 @@ Engine = Callable[[], float] | str
 # Settings of the optimizer whose peak memory is told, by what they are called.
 KEPT: dict[str, dict[str, Any]] = {
     "float32 masters, moments and gradients": {},
-    "bfloat16 gradients": {"reduce_in_fp32": True},
-    "and bfloat16 moments": {"reduce_in_fp32": True, "moments": "bfloat16"},
+    "bfloat16 gradients": {"grad_reduce_in_bf16": True},
+    "and bfloat16 moments": {"grad_reduce_in_bf16": True, "exp_avg_dtype": "bf16"},
     "and masters as remainders": {
-        "reduce_in_fp32": True,
-        "moments": "bfloat16",
-        "main_params": "remainder",
+        "grad_reduce_in_bf16": True,
+        "exp_avg_dtype": "bf16",
+        "store_param_remainders": True,
     },
     "bfloat16 gradients, half of the state on the host": {
-        "reduce_in_fp32": True,
-        "offload_fraction": 0.5,
+        "grad_reduce_in_bf16": True,
+        "optimizer_offload_fraction": 0.5,
     },
 }
 TARGETS = {"S": 2.5, "M": 1.15}

@@ -17,7 +17,7 @@ from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
 from megtool.formats.save_folder import folder_name
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.execution import ExecutionOptions
-from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions, SourceOptions
+from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions
 from megtool.options.layout import ParallelConfig
 from megtool.options.selection import SelectionOptions
 from megtool.options.target import TargetOptions
@@ -61,14 +61,14 @@ def finetune(
     from megtool.train.resume_point import check_folders, find_checkpoint
     from megtool.train.run import TrainRun
 
-    settings, folder = options.train_config(), options.destination
+    settings, folder = options.train, options.destination
     if not settings.data:
         raise UsageError("there is nothing to train on", hint="--data FILE")
     _check_other_runs(options.report_against)
     source, _ = screen_source(
         open_decoder(
             options.source,
-            settings,
+            settings.source,
             encoders=True,
             two_stacks=True,
             labels=True,
@@ -88,8 +88,8 @@ def finetune(
         runtime,
         settings.layout,
         less=LESS_MEMORY,
-        num_instances=settings.num_distributed_optimizer_instances,
-        orders_kernels=not settings.is_fully_sharded,
+        num_instances=settings.sharding.num_distributed_optimizer_instances,
+        orders_kernels=not settings.sharding.is_fully_sharded,
     )
     with ranks as groups:
         result = TrainRun(source, folder, settings, checkpoint, groups, progress).run()
@@ -191,7 +191,6 @@ def _plan(
     from megtool.train.run_identity import RunIdentity
     from megtool.train.run_plan import (
         freeze,
-        make_lr_schedule,
         plan_run,
         resolve_dtype,
     )
@@ -202,7 +201,7 @@ def _plan(
     previous_batch = saved_batch_size(RunIdentity.read(folder), resumed)
     settings = with_batch_size(settings, previous_batch)
     check_plan(source, settings, layout)
-    datasets = open_datasets(settings, source, cache=settings.data_cache_path)
+    datasets = open_datasets(settings, source, cache=settings.rows.data_cache_path)
     plan = plan_run(
         settings,
         seq_length=datasets.train.length,
@@ -210,7 +209,7 @@ def _plan(
         target_length=datasets.train.target_length,
         layout=layout,
     )
-    make_lr_schedule(settings, plan)
+    plan.make_lr_schedule(settings.optimizer)
     if resumed is not None and checkpoint == settings.load:
         check_loaded(source, resumed, plan.train_iters)
     device = settings.device or usual_device()
@@ -293,7 +292,7 @@ def _export(
         export_quantized_megatron(
             saved,
             written,
-            SourceOptions(family=settings.family, like=settings.like),
+            replace(settings.source, iteration=None),
             to="unified",
             execution=execution,
             progress=progress,
@@ -302,7 +301,9 @@ def _export(
         reshard_checkpoint(
             saved,
             SelectionOptions(
-                reading=AdaptedSourceOptions(family=settings.family, like=settings.like)
+                reading=AdaptedSourceOptions(
+                    family=settings.source.family, like=settings.source.like
+                )
             ),
             TargetOptions(to="hf", optimizer_format="none", destination=written),
             execution,

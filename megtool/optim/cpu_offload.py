@@ -166,7 +166,7 @@ class HybridDeviceOptimizer(Optimizer):
         if isinstance(self.inner, DistributedOptimizer):
             self.inner.adopt_parameters()
         super().reload_parameters()
-        if self.settings.fp8_param_gather:
+        if isinstance(self.inner, DistributedOptimizer) and self.inner.fp8_param_gather:
             self.publish()
             self.wait_for_parameters()
 

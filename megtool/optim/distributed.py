@@ -51,8 +51,10 @@ class DistributedOptimizer(Optimizer):
     gathered after `step`. To read or save parameters without running the modules, call
     `wait_for_parameters` first.
 
-    Gradients are summed in fp32. With `reduce_in_fp32` they are summed in the parameters' dtype
-    within a rank, and in fp32 over ranks.
+    Gradients are summed in fp32. With `grad_reduce_in_bf16` they are summed within a rank in the
+    parameters' dtype, and in fp32 over ranks.
+
+    With `fp8_param_gather` weights that are used in FP8 are FP8 alone, and gathered as bytes.
 
     Raises (by `__init__`, in addition to those of `Optimizer`):
         UsageError: a parameter has no memory yet, or parameters cannot be gathered as FP8.
@@ -65,10 +67,12 @@ class DistributedOptimizer(Optimizer):
         groups: ProcessGroups,
         *,
         chunks: Sequence[nn.Module] = (),
+        fp8_param_gather: bool = False,
+        loss_scale_unit: float = 1.0,
     ) -> None:
-        super().__init__(named_parameters, settings, groups)
-        self._in_fp8 = settings.fp8_param_gather
-        if self._in_fp8:
+        super().__init__(named_parameters, settings, groups, loss_scale_unit=loss_scale_unit)
+        self.fp8_param_gather = fp8_param_gather
+        if fp8_param_gather:
             _check_fp8(self.param_infos, settings)
         self.buffers = self._make_buffers(chunks)
         # Backward passes fill the last chunk first; forward passes need the first one first.
@@ -77,20 +81,20 @@ class DistributedOptimizer(Optimizer):
         self.grad_reduce = GradReduce(
             buckets,
             overlap=settings.overlap_grad_reduce,
-            in_fp32=settings.reduce_in_fp32,
-            fuse=settings.fuse_gradient_accumulation,
+            in_fp32=settings.grad_reduce_in_bf16,
+            fuse=settings.gradient_accumulation_fusion,
         )
         self.param_gather = ParamGather(
             buckets[::-1],
             chunks,
             overlap=settings.overlap_param_gather,
-            begin=self._gather_as_fp8 if settings.fp8_param_gather else None,
+            begin=self._gather_as_fp8 if fp8_param_gather else None,
         )
         self.shards = [
             self._make_shard(bucket) for buffer in self.buffers for bucket in buffer.buckets
         ]
         self.set_segments([segment for shard in self.shards for _, segment in shard.segments])
-        if self._in_fp8:
+        if self.fp8_param_gather:
             self.publish()
             self.param_gather.wait()
 
@@ -99,12 +103,12 @@ class DistributedOptimizer(Optimizer):
         """See `Optimizer.bucket_size`: as Megatron chooses, several where reductions overlap."""
         if not self.settings.overlap_grad_reduce:
             return None
-        return self.settings.bucket_size or default_bucket_size(self.groups.replicas.size)
+        return self.settings.ddp_bucket_size or default_bucket_size(self.groups.replicas.size)
 
     @property
     def sums_in_fp32(self) -> bool:
         """See `Optimizer.sums_in_fp32`."""
-        return not self.settings.reduce_in_fp32
+        return not self.settings.grad_reduce_in_bf16
 
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
@@ -139,7 +143,7 @@ class DistributedOptimizer(Optimizer):
     def publish(self) -> None:
         """See `Optimizer.publish`."""
         into, mains = [], []
-        for shard in () if self._in_fp8 else self.shards:
+        for shard in () if self.fp8_param_gather else self.shards:
             params = shard.bucket.param_shard
             for offset, segment in shard.segments:
                 place = params[offset : offset + segment.numel]
@@ -164,7 +168,7 @@ class DistributedOptimizer(Optimizer):
         """See `Optimizer.reload_parameters`; FP8 weights are cast anew."""
         self.adopt_parameters()
         super().reload_parameters()
-        if self._in_fp8:
+        if self.fp8_param_gather:
             self.publish()
             self.param_gather.wait()
 
@@ -214,8 +218,8 @@ class DistributedOptimizer(Optimizer):
                 self.groups.expert_shards if kind.is_expert else self.groups.shards,
                 self._bucket_size(kind),
                 instances=self.groups.expert_instances if kind.is_expert else self.groups.instances,
-                for_bandwidth=self.settings.pad_buckets,
-                in_fp8=self._in_fp8,
+                for_bandwidth=self.settings.ddp_pad_buckets_for_high_nccl_busbw,
+                in_fp8=self.fp8_param_gather,
             )
             for kind in order
         ]
@@ -233,14 +237,14 @@ class DistributedOptimizer(Optimizer):
         used = spans[-1].end if spans else 0
         main: Tensor | None = None
         low: Tensor | None = None
-        params = bucket.params if self._in_fp8 else bucket.param_shard
-        if self._in_fp8:  # values that have no other place
+        params = bucket.params if self.fp8_param_gather else bucket.param_shard
+        if self.fp8_param_gather:  # values that have no other place
             main = torch.zeros(used, device=bucket.grads.device)
             for span in spans:
                 values = span.param_info.parameter.detach().flatten()[span.start : span.stop]
                 main[span.offset : span.end].copy_(values)
         elif params.dtype != torch.float32:
-            if self.settings.main_params == "remainder":
+            if self.settings.store_param_remainders:
                 low = torch.zeros(used, dtype=torch.int16, device=params.device)
             else:
                 main = params[:used].float()
@@ -281,7 +285,7 @@ def _check_fp8(facts: Sequence[ParamInfo], settings: OptimizerConfig) -> None:
             "no parameter is used in FP8 that could be gathered as FP8",
             hint="--fp8-param-gather needs --fp8-recipe delayed, tensorwise or blockwise",
         )
-    if settings.main_params == "remainder":
+    if settings.store_param_remainders:
         raise UsageError(
             "remainders are the low bits of parameters in bfloat16, and FP8 weights have none",
             hint="--fp8-param-gather without --store-param-remainders",

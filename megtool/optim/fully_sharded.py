@@ -40,14 +40,15 @@ class FullyShardedOptimizer(ReplicatedOptimizer):
         groups: ProcessGroups,
         *,
         modules: Sequence[FSDPModule] = (),
+        loss_scale_unit: float = 1.0,
     ) -> None:
-        if settings.main_params == "remainder":
+        if settings.store_param_remainders:
             raise UsageError(
                 "sharded parameters are fp32, and have no remainders",
                 hint="without --store-param-remainders",
             )
         self._modules = list(modules)
-        super().__init__(named_parameters, settings, groups)
+        super().__init__(named_parameters, settings, groups, loss_scale_unit=loss_scale_unit)
 
     def _make_segment(self, f: ParamInfo) -> Segment:
         if not is_sharded(f.parameter):

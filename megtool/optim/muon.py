@@ -26,7 +26,7 @@ class Muon:
 
     states: tuple[str, ...] = ("momentum_buffer",)
 
-    def __init__(self, *, momentum: float, steps: int) -> None:
+    def __init__(self, *, momentum: float, steps: int = 5) -> None:
         self.momentum = momentum
         self.steps = steps
 

@@ -39,9 +39,6 @@ from megtool.optim.update_rules import UpdateRule, make_update_rule, update_segm
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.process_groups import SHARING_STAGES, Group, ProcessGroups
 
-# The learning rate: one for all groups, or a function of the group.
-Rate = float | Callable[[ParamGroup], float]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -65,7 +62,8 @@ class Optimizer(ABC):
 
     `param_infos` are those of the trainable parameters, in the order of `named_parameters`.
     `param_groups` are the same on every rank; `segments` are what this process updates. Every rank
-    of the world has to make its optimizer, and call its methods, at the same time.
+    of the world has to make its optimizer, and call its methods, at the same time. Loss scales of
+    the settings, and saved ones, are `loss_scale_unit` times those that losses are multiplied by.
 
     Raises (by `__init__`):
         MappingError: a parameter is given twice, or has a dtype that cannot be trained.
@@ -77,6 +75,8 @@ class Optimizer(ABC):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerConfig,
         groups: ProcessGroups,
+        *,
+        loss_scale_unit: float = 1.0,
     ) -> None:
         self.settings = settings
         self.groups = groups
@@ -88,7 +88,7 @@ class Optimizer(ABC):
                     tensor=f.name,
                     hint="freeze it, or load the model as float32, bfloat16 or float16",
                 )
-            if f.parameter.dtype == torch.float16 and settings.main_params == "remainder":
+            if f.parameter.dtype == torch.float16 and settings.store_param_remainders:
                 raise UsageError(
                     f"parameter {f.name!r} is float16, and remainders need bfloat16",
                     hint="train in bfloat16, or keep main parameters as float32",
@@ -110,7 +110,9 @@ class Optimizer(ABC):
         # The same on every rank, though only some may have fp16 parameters.
         has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in self.param_infos))
         any_fp16 = all_max(torch.tensor(has_fp16, device=groups.device), groups.world)
-        self.scaler: GradScaler = make_grad_scaler(settings, has_fp16=bool(any_fp16))
+        self.scaler: GradScaler = make_grad_scaler(
+            settings, has_fp16=bool(any_fp16), unit=loss_scale_unit
+        )
         self._num_labels: Tensor | None = None
         self._rates: dict[int, tuple[float, float]] = {}
 
@@ -174,13 +176,12 @@ class Optimizer(ABC):
         With an `offload_fraction` states have no memory until a HybridDeviceOptimizer places them.
         """
         is_later = self.settings.offload_fraction > 0
+        dtype = torch.bfloat16 if self.settings.exp_avg_dtype == "bf16" else torch.float32
         for segment in segments:
             for state in self.updates[segment.group.update].states:
                 if state not in segment.states:
                     device = torch.device("meta") if is_later else segment.device
-                    segment.states[state] = torch.zeros(
-                        segment.numel, dtype=self.settings.moment_dtype, device=device
-                    )
+                    segment.states[state] = torch.zeros(segment.numel, dtype=dtype, device=device)
         self.segments = segments
 
     def rates(self, group: ParamGroup) -> tuple[float, float]:
@@ -225,24 +226,25 @@ class Optimizer(ABC):
         self._num_labels = num_labels
 
     @torch.no_grad()
-    def step(self, lr: Rate, weight_decay: float) -> StepResult:
+    def step(self, lr: float, weight_decay: float) -> StepResult:
         """Check, unscale and clip the gradient, and update the parameters.
 
-        `lr` is a number, or a function of the group. It is multiplied by the group's `lr_mult`, and
-        `weight_decay` by its `wd_mult`.
+        `lr` is multiplied by each group's `lr_mult`, and `weight_decay` by its `wd_mult`.
         """
         if self._num_labels is None:
             raise RuntimeError("step was called without finish")
         scale = self.loss_scale
         # Read together: on a GPU each reading waits for the device.
-        sums = local_statistics(self.segments, self.groups, count_zeros=self.settings.count_zeros)
+        sums = local_statistics(
+            self.segments, self.groups, count_zeros=self.settings.log_num_zeros_in_grad
+        )
         sums = all_sum(sums, self.groups.world)
         labels = self._num_labels.reshape(1).to(sums)
         bad, squares, zeros, num_labels = torch.cat([sums, labels]).tolist()
         self._num_labels = None
         factor = 1.0 / (scale * max(num_labels, 1.0))
         norm = squares**0.5 * factor
-        num_zeros = int(zeros) if self.settings.count_zeros else None
+        num_zeros = int(zeros) if self.settings.log_num_zeros_in_grad else None
         self.scaler.update(bad > 0)
         if bad > 0:
             return StepResult(
@@ -260,8 +262,7 @@ class Optimizer(ABC):
                 torch._foreach_mul_(grads, factor)
         self.num_steps += 1
         for group in self.param_groups:
-            rate = lr(group) if callable(lr) else lr
-            self._rates[id(group)] = rate * group.lr_mult, weight_decay * group.wd_mult
+            self._rates[id(group)] = lr * group.lr_mult, weight_decay * group.wd_mult
         self.update_segments(self.segments)
         self.publish()
         return StepResult(ok=True, grad_norm=norm, num_zeros=num_zeros, loss_scale=scale)
@@ -380,9 +381,9 @@ class Optimizer(ABC):
             "lr_mult": group.lr_mult,
             "is_expert_parallel": group.is_expert,
             "is_decoupled_lr": False,
-            "default_config": group.max_lr is None and group.min_lr is None,
-            "max_lr": settings.lr if group.max_lr is None else group.max_lr,
-            "min_lr": settings.min_lr if group.min_lr is None else group.min_lr,
+            "default_config": True,
+            "max_lr": settings.lr,
+            "min_lr": settings.min_lr,
             "lr": lr,
             "weight_decay": weight_decay,
             "step": self.num_steps,

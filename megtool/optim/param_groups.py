@@ -44,22 +44,17 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
-    """Parameters with the same settings; `names` are those of this rank, possibly none.
-
-    `max_lr` and `min_lr` are None for those of the schedule.
-    """
+    """Parameters with the same settings; `names` are those of this rank, possibly none."""
 
     lr_mult: float = 1.0
     wd_mult: float = 1.0
-    max_lr: float | None = None
-    min_lr: float | None = None
     is_expert: bool = False
     update: _Kind = "adam"
     names: tuple[str, ...] = ()
 
 
 # What distinguishes groups, in the order they are sorted by.
-_Key = tuple[bool, float, float, float | None, float | None, _Kind]
+_Key = tuple[bool, float, float, _Kind]
 
 
 def collect_param_infos(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[ParamInfo]:
@@ -142,9 +137,7 @@ def group_parameters(
             is_expert=key[0],
             wd_mult=key[1],
             lr_mult=key[2],
-            max_lr=key[3],
-            min_lr=key[4],
-            update=key[5],
+            update=key[3],
             names=tuple(local_names.get(key, ())),
         )
         for key in sorted(keys, key=_order)
@@ -162,12 +155,10 @@ def _key(facts: ParamInfo, rule: GroupRule, settings: OptimizerConfig) -> _Key:
         is_matrix = is_matrix and not facts.name.endswith("bias")
         if not is_matrix or any(fnmatchcase(facts.name, glob) for glob in _NOT_HIDDEN):
             update = "adam"
-    return facts.is_expert, decay, rule.lr_mult, rule.max_lr, rule.min_lr, update
+    return facts.is_expert, decay, rule.lr_mult, update
 
 
 def _order(key: _Key) -> tuple[Any, ...]:
     """Sort dense groups first, and groups without overrides before others."""
-    is_expert, decay, mult, max_lr, min_lr, update = key
-    overridden = (decay, mult, max_lr, min_lr) != (1.0, 1.0, None, None)
-    ends = (max_lr is not None, max_lr or 0.0, min_lr is not None, min_lr or 0.0)
-    return is_expert, overridden, ends, mult, decay, update
+    is_expert, decay, mult, update = key
+    return is_expert, (decay, mult) != (1.0, 1.0), mult, decay, update

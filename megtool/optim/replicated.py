@@ -35,8 +35,10 @@ class ReplicatedOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerConfig,
         groups: ProcessGroups,
+        *,
+        loss_scale_unit: float = 1.0,
     ) -> None:
-        super().__init__(named_parameters, settings, groups)
+        super().__init__(named_parameters, settings, groups, loss_scale_unit=loss_scale_unit)
         self._flat: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}
         self._begun: set[int] = set()
@@ -47,7 +49,7 @@ class ReplicatedOptimizer(Optimizer):
         for f in self.param_infos:
             if f.parameter.dtype != torch.float32:
                 handles.append(_register(f.parameter, _summing(self._sums, self._begun)))
-            if settings.fuse_gradient_accumulation and not is_sharded(f.parameter):
+            if settings.gradient_accumulation_fusion and not is_sharded(f.parameter):
                 total = _GradientSum(f.parameter, self._sums, self._begun)
                 fused.append((f.parameter, total))
         self.set_segments(segments)
@@ -67,7 +69,7 @@ class ReplicatedOptimizer(Optimizer):
         self._flat.append(flat)
         span = Span(param_info=f, start=0, stop=flat.numel(), offset=0)
         segment = Segment(group=self.group_of[f.name], spans=(span,), replicated=True)
-        if flat.dtype == torch.bfloat16 and self.settings.main_params == "remainder":
+        if flat.dtype == torch.bfloat16 and self.settings.store_param_remainders:
             segment.high = flat
             segment.low = torch.zeros_like(flat, dtype=torch.int16)
         else:

@@ -109,18 +109,21 @@ class DynamicGradScaler:
         self._left = int(state["hysteresis_tracker"])
 
 
-def make_grad_scaler(settings: OptimizerConfig, *, has_fp16: bool) -> GradScaler:
-    """The loss scale; `has_fp16`: some parameters on any rank are fp16."""
+def make_grad_scaler(settings: OptimizerConfig, *, has_fp16: bool, unit: float = 1.0) -> GradScaler:
+    """Return the loss scale; `has_fp16`: some parameters on any rank are fp16.
+
+    It is `unit` times smaller than that of the settings.
+    """
     if settings.loss_scale is not None:
-        return ConstantGradScaler(settings.loss_scale)
+        return ConstantGradScaler(settings.loss_scale / unit)
     if not has_fp16:
         return ConstantGradScaler()
     return DynamicGradScaler(
-        initial=settings.initial_loss_scale,
-        minimum=settings.min_loss_scale,
+        initial=settings.initial_loss_scale / unit,
+        minimum=min(settings.initial_loss_scale, settings.min_loss_scale) / unit,
         window=settings.loss_scale_window,
         hysteresis=settings.hysteresis,
-        unit=settings.loss_scale_unit,
+        unit=unit,
     )
 
 

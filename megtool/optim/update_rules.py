@@ -144,7 +144,7 @@ def make_update_rule(kind: str, settings: OptimizerConfig, *, by_te: bool = Fals
         MissingPackageError: see `Adam`.
     """
     if kind == "muon":
-        return Muon(momentum=settings.muon_momentum, steps=settings.muon_steps)
+        return Muon(momentum=settings.muon_momentum)
     if kind == "sgd":
         return Sgd(momentum=settings.sgd_momentum)
     betas = {"beta1": settings.adam_beta1, "beta2": settings.adam_beta2}

@@ -196,8 +196,9 @@ class Options:
 
     None stands for the default. `not_offered` names options of a base or group that the verb does
     not take, `extra_needs` those that need more to have an effect here, `rivals` sets of options of
-    which one given on the command line overrides all in a file. `shown_after` names options of
-    groups and, for each, the option that it follows in help.
+    which one given on the command line overrides all in a file, and which exclude each other.
+    `shown_after` names options of groups and, for each, the option that it follows in help.
+    `panels` come first in the help, in this order.
 
     Raises:
         UsageError: a value is of the wrong type or out of its range.
@@ -207,6 +208,7 @@ class Options:
     extra_needs: ClassVar[Mapping[OptionCondition, tuple[str, ...]]] = {}
     rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
     shown_after: ClassVar[Mapping[str, str]] = {}
+    panels: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for entry in all_fields(type(self)):
@@ -263,7 +265,13 @@ def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     for name, before in getattr(cls, "shown_after", {}).items():
         entry = entries.pop([e.name for e in entries].index(name))
         entries.insert([e.name for e in entries].index(before) + 1, entry)
-    return tuple(sorted(entries, key=lambda e: not e.spec.is_argument))
+    panels: tuple[str, ...] = getattr(cls, "panels", ())
+    places = {panel: n for n, panel in enumerate(panels)}
+
+    def place(entry: OptionField) -> tuple[bool, int]:
+        return not entry.spec.is_argument, places.get(entry.spec.panel, len(panels))
+
+    return tuple(sorted(entries, key=place))
 
 
 def _with_extra_needs(cls: type[Any], entry: OptionField) -> OptionField:

@@ -275,7 +275,7 @@ def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
             "many tokens as the router says, and a graph has fixed shapes",
             hint="without --cuda-graph-impl, or with --ep 1 and --etp as --tp",
         )
-    if config.num_mtp_layers and settings.mtp_loss_scaling_factor:
+    if config.num_mtp_layers and settings.losses.mtp_loss_scaling_factor:
         raise UsageError(
             "--cuda-graph-impl local of a model whose layers of multi-token prediction are "
             "trained: the sums of their losses are kept outside of the graph",

@@ -85,21 +85,21 @@ def open_datasets(
         overflow=settings.overflow,
         shares=settings.blend_shares,
         masking=Masking.of(
-            tokenizer, config.vocab_size, share=settings.mask_prob, seed=settings.seed
+            tokenizer, config.vocab_size, share=settings.rows.mask_prob, seed=settings.seed
         )
         if config.bidirectional
         else None,
         targets=SourceTarget.of(
             tokenizer,
             config,
-            share=settings.mask_prob,
-            mean_span=settings.mean_noise_span_length,
+            share=settings.rows.mask_prob,
+            mean_span=settings.rows.mean_noise_span_length,
             seed=settings.seed,
         )
         if config.num_decoder_layers
         else None,
         target_length=settings.decoder_seq_length,
-        fill_in=_find_fill_in(settings, config, tokenizer) if settings.fim_rate else None,
+        fill_in=_find_fill_in(settings, config, tokenizer) if settings.rows.fim_rate else None,
     )
     train = open_texts(settings.data, tokenizer, rows)
     evaluation: TokenDataset | BlendedDataset | None = None
@@ -140,15 +140,15 @@ def _find_fill_in(
         tokenizer,
         config.vocab_size,
         FimTokens(
-            prefix=settings.fim_prefix_token,
-            middle=settings.fim_middle_token,
-            suffix=settings.fim_suffix_token,
+            prefix=settings.rows.fim_prefix_token,
+            middle=settings.rows.fim_middle_token,
+            suffix=settings.rows.fim_suffix_token,
         ),
-        split_token=settings.fim_split_sample,
-        rate=settings.fim_rate,
-        spm_rate=settings.fim_spm_rate,
-        fragment_rate=settings.fim_fragment_rate,
-        no_prefix=settings.fim_no_prefix,
+        split_token=settings.rows.fim_split_sample,
+        rate=settings.rows.fim_rate,
+        spm_rate=settings.rows.fim_spm_rate,
+        fragment_rate=settings.rows.fim_fragment_rate,
+        no_prefix=settings.rows.fim_no_prefix,
         seed=settings.seed,
     )
 
@@ -160,7 +160,10 @@ def _open_labeled(settings: TrainConfig, source: CheckpointSource) -> TrainDatas
         FormatError: a record has no label of the model's.
         UsageError: an option has no effect on such data.
     """
-    for name, is_given in (("--blend", settings.blend_shares), ("--fim-rate", settings.fim_rate)):
+    for name, is_given in (
+        ("--blend", settings.blend_shares),
+        ("--fim-rate", settings.rows.fim_rate),
+    ):
         if is_given:
             raise UsageError(
                 f"{name} is for models of tokens, and this one scores labels", hint="leave it out"

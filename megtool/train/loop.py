@@ -40,7 +40,7 @@ from megtool.train.options.config import TrainConfig
 from megtool.train.prefetch import RowPrefetcher
 from megtool.train.profile import StepProfiler
 from megtool.train.run_log import RunLog, format_line
-from megtool.train.run_plan import RunPlan, rates_at
+from megtool.train.run_plan import RunPlan
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,11 +122,13 @@ class _TrainLoop:
         elif state.iteration < plan.train_iters and self.patience_exhausted():
             self.outcome.stop_reason = "patience"
         settings, groups = self.job.settings, self.groups
-        settings.check_profile(state.iteration, plan.train_iters, groups.parallel.world_size)
-        prefetcher = RowPrefetcher(
-            self.job.dataset, plan.rows, plan.global_batch_size, depth=settings.prefetch_steps
+        settings.profile.check_profile(
+            state.iteration, plan.train_iters, groups.parallel.world_size
         )
-        profiler = StepProfiler(settings, self.job.folder, groups.rank, groups.device)
+        prefetcher = RowPrefetcher(
+            self.job.dataset, plan.rows, plan.global_batch_size, depth=settings.rows.prefetch_steps
+        )
+        profiler = StepProfiler(settings.profile, self.job.folder, groups.rank, groups.device)
         with prefetcher, profiler:
             self.run_steps(profiler, prefetcher)
         self.outcome.seconds = time.monotonic() - self.start_time
@@ -158,7 +160,8 @@ class _TrainLoop:
         with record_function("data"):
             end = plan.global_batch_size * plan.train_iters
             batch, labels_BS = collate_rows(prefetcher.rows(first, end), self.groups.device)
-        rate, weight_decay = rates_at(job.schedule, state.num_steps)
+        lr = job.schedule.lr(state.num_steps)
+        weight_decay = job.schedule.weight_decay(state.num_steps)
         job.optimizer.zero_grad()
         job.optimizer.begin(plan.num_microbatches)
         if job.features.changes_parameters:
@@ -176,7 +179,7 @@ class _TrainLoop:
             job.optimizer.finish(torch.tensor(num_labels, device=self.groups.device))
         self.wait_for_copy()
         with record_function("optimizer"):
-            result = job.optimizer.step(rate, weight_decay)
+            result = job.optimizer.step(lr, weight_decay)
         feature_metrics = job.features.end_step()
         if not result.ok:
             self.check_skipped_step(result)
@@ -358,7 +361,7 @@ def _make_schedule(job: TrainJob) -> PipelineSchedule:
     plan, features = job.plan, job.features
     options: dict[str, Any] = {"num_microbatches": plan.num_microbatches}
     if job.stages[0].groups.pp.size > 1:
-        options["overlap_p2p"] = job.settings.overlap_p2p_communication
+        options["overlap_p2p"] = job.settings.overlap.overlap_p2p_communication
     if job.settings.cuda_graph_impl == "none":
         return PipelineSchedule(
             job.stages,

@@ -14,7 +14,6 @@ from megtool.model.stacks.decoder import check_direction
 from megtool.model.stacks.fully_shard import require_fully_shard
 from megtool.model.stacks.pipeline import build_stages
 from megtool.options.effects import check_effects
-from megtool.options.field import flag
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups, check_instances
 from megtool.source.checkpoint import CheckpointSource
@@ -23,7 +22,7 @@ from megtool.train.cuda_graph import check_graphs
 from megtool.train.features.registry import add_feature_parameters, check_features
 from megtool.train.options.config import TrainConfig
 from megtool.train.options.model_facts import ModelFacts
-from megtool.train.run_plan import make_lr_schedule, plan_run, row_length
+from megtool.train.run_plan import plan_run, row_length
 
 
 def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
@@ -50,7 +49,7 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
     check_graphs(settings, config)
     if settings.kernels == "te":
         transformer_engine.require((settings.device or usual_device()).partition(":")[0])
-    if settings.is_fully_sharded:
+    if settings.sharding.is_fully_sharded:
         require_fully_shard()
     check_features(settings, source)
     _check_patterns(settings, config)
@@ -63,8 +62,9 @@ def _check_patterns(settings: TrainConfig, config: ModelConfig) -> None:
         UsageError: one matches none, on any rank.
     """
     rules = [("--freeze", glob) for glob in settings.freeze]
-    for name in ("lr_mult", "wd_mult"):
-        rules += [(flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
+    optimizer = settings.optimizer
+    for option, texts in (("--lr-mult", optimizer.lr_mult), ("--wd-mult", optimizer.wd_mult)):
+        rules += [(option, text.rpartition("=")[0]) for text in texts]
     if not rules:
         return
     stages = build_stages(config, ProcessGroups.alone("meta"))
@@ -86,7 +86,7 @@ def check_plan(source: CheckpointSource, settings: TrainConfig, layout: Parallel
             instances the replicas.
         UsageError: the learning rate's schedule does not fit the number of steps.
     """
-    check_instances(layout, settings.num_distributed_optimizer_instances)
+    check_instances(layout, settings.sharding.num_distributed_optimizer_instances)
     plan = plan_run(
         settings,
         seq_length=row_length(settings, source.config),
@@ -94,4 +94,4 @@ def check_plan(source: CheckpointSource, settings: TrainConfig, layout: Parallel
         layout=layout,
     )
     if settings.train_iters is not None:
-        make_lr_schedule(settings, plan)
+        plan.make_lr_schedule(settings.optimizer)

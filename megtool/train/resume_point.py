@@ -14,7 +14,6 @@ from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.formats.save_folder import TRACKER, folder_name
 from megtool.megatron_state.saved_objects import saved_args
 from megtool.model.stacks.decoder import Decoder
-from megtool.options.groups import SourceOptions
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.open import (
     EVERYTHING,
@@ -119,7 +118,7 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
         DestinationError: the folder holds something else, a run that must not be resumed, or one
             without a complete iteration; or its cache is a link.
     """
-    if settings.data_cache_path is None and not is_remote(folder):
+    if settings.rows.data_cache_path is None and not is_remote(folder):
         _check_cache(folder / CACHE_FOLDER)
     newest, tracked = find_newest_iteration(folder), read_tracker(folder)
     if newest is not None and not settings.resume:
@@ -250,7 +249,7 @@ def open_checkpoint(path: Path, settings: TrainConfig) -> CheckpointSource:
     Raises:
         MegtoolError: it cannot be opened, or is not a decoder.
     """
-    options = SourceOptions(family=settings.family, like=settings.like)
+    options = replace(settings.source, iteration=None)
     tensors = WITHOUT_QUANTIZERS if settings.qat is not None else EVERYTHING
     return _require_model(open_source(path, options, tensors=tensors))
 

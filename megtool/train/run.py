@@ -17,6 +17,7 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.fully_shard import FullyShard
 from megtool.model.stacks.recompute import recompute
 from megtool.optim.optimizer import Optimizer
+from megtool.options.field import find_option
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.checkpoint import CheckpointSource
 from megtool.train.checkpointing.megatron_common_state import seed_random_states
@@ -50,7 +51,6 @@ from megtool.train.run_log import RunLog
 from megtool.train.run_plan import (
     RunPlan,
     freeze,
-    make_lr_schedule,
     make_optimizer,
     plan_run,
     resolve_dtype,
@@ -110,7 +110,7 @@ class TrainRun:
         datasets = open_datasets(
             settings,
             self.source,
-            cache=settings.data_cache_path or cache_folder(folder),
+            cache=settings.rows.data_cache_path or cache_folder(folder),
             world=groups.world,
             progress=self.progress,
         )
@@ -121,7 +121,7 @@ class TrainRun:
             target_length=datasets.train.target_length,
             layout=groups.parallel,
         )
-        schedule = make_lr_schedule(settings, plan)
+        schedule = plan.make_lr_schedule(settings.optimizer)
         identity = self._identify(datasets, plan, previous)
         if resumed is not None and self.checkpoint == settings.load:
             check_loaded(self.source, resumed, plan.train_iters)
@@ -240,17 +240,17 @@ class TrainRun:
     def _load(self, source: CheckpointSource) -> list[Decoder]:
         """The model on this rank in training mode, with frozen and recomputed parts set."""
         settings, groups = self.settings, self.groups
-        packed = KeepPacked(groups=groups) if settings.qlora else None
+        packed = KeepPacked(groups=groups) if settings.lora.qlora else None
         stages = load_for_training(
             source,
-            self._sharder() if settings.is_fully_sharded else packed or groups,
+            self._sharder() if settings.sharding.is_fully_sharded else packed or groups,
             dtype=resolve_dtype(settings, groups.device.type),
-            sequence_parallel=settings.sequence_parallel,
+            sequence_parallel=settings.parallel.sequence_parallel,
             threads=settings.threads,
             progress=self.progress,
         )
         freeze(stages, settings.freeze)
-        let_overlap(stages, settings)
+        let_overlap(stages, settings.overlap)
         if settings.recompute_granularity is not None:
             recompute(stages, settings.recompute_granularity, settings.recompute_num_layers)
         return stages
@@ -266,8 +266,8 @@ class TrainRun:
 
         return FullyShard(
             groups=self.groups,
-            reshard_after_forward=self.settings.sharding_strategy == "optim_grads_params",
-            in_param_dtype=self.settings.grad_reduce_in_bf16,
+            reshard_after_forward=self.settings.sharding.sharding_strategy == "optim_grads_params",
+            in_param_dtype=self.settings.optimizer.grad_reduce_in_bf16,
             prepare=prepare,
         )
 
@@ -350,7 +350,8 @@ def _megatron_args(
     settings: TrainConfig, plan: RunPlan, param_dtype: torch.dtype, optimizer: Optimizer
 ) -> dict[str, Any]:
     """Fields of Megatron's args that the run sets in its checkpoints."""
-    return {name: getattr(settings, name) for name in _ARG_OPTIONS} | {
+    options = settings.optimizer
+    return {name: find_option(settings, name) for name in _ARG_OPTIONS} | {
         "train_iters": plan.train_iters,
         "seq_length": plan.seq_length,
         "micro_batch_size": plan.micro_batch_size,
@@ -359,8 +360,8 @@ def _megatron_args(
         "fp16": param_dtype == torch.float16,
         "finetune": False,
         "overlap_grad_reduce": optimizer.bucket_size is not None,
-        "ddp_bucket_size": settings.ddp_bucket_size,
-        "ddp_pad_buckets_for_high_nccl_busbw": settings.ddp_pad_buckets_for_high_nccl_busbw,
+        "ddp_bucket_size": options.ddp_bucket_size,
+        "ddp_pad_buckets_for_high_nccl_busbw": options.ddp_pad_buckets_for_high_nccl_busbw,
         "accumulate_allreduce_grads_in_fp32": optimizer.sums_in_fp32,
         "fp8": None,
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from megtool.convert.canonical_view import CanonicalView
 from megtool.errors import FormatError, StorageError, TrainingError
+from megtool.options.field import find_option
 from megtool.quant.calibration.fingerprint import hash_model
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
@@ -119,8 +120,8 @@ class RunIdentity:
         `curve` has what changes the loss curve and is no option, such as the number of steps.
         """
         model = {k: v for k, v in asdict(config).items() if k != "extra"}
-        training = feature_identity(settings) | {"optimizer": settings.optimizer}
-        options = {name: getattr(settings, name) for name in _CURVE_OPTIONS} | dict(curve)
+        training = feature_identity(settings) | {"optimizer": settings.optimizer.optimizer}
+        options = {name: find_option(settings, name) for name in _CURVE_OPTIONS} | dict(curve)
         plain = json.loads(json.dumps([model, dict(data), training, options], default=str))
         return cls(
             model=plain[0],

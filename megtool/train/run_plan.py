@@ -13,9 +13,8 @@ from megtool.train.options.config import TrainConfig
 
 if TYPE_CHECKING:
     from megtool.model.stacks.decoder import Decoder
-    from megtool.optim.config import GroupRule, OptimizerConfig
+    from megtool.optim.config import OptimizerConfig
     from megtool.optim.optimizer import Optimizer
-    from megtool.optim.param_groups import ParamGroup
     from megtool.optim.schedules import LRSchedule
     from megtool.options.layout import ParallelConfig
     from megtool.parallel.process_groups import ProcessGroups
@@ -59,6 +58,29 @@ class RunPlan:
         """Rows of the whole run."""
         return self.train_iters * self.global_batch_size
 
+    @property
+    def loss_scale_unit(self) -> float:
+        """The tokens of a pass, rounded up to a power of two.
+
+        Losses are sums over tokens, while Megatron's are means: for the same effect, a loss scale
+        is smaller by this factor; it is saved as Megatron's.
+        """
+        return 2.0 ** (self.micro_batch_size * self.seq_length - 1).bit_length()
+
+    def make_lr_schedule(self, options: OptimizerConfig) -> LRSchedule:
+        """Return the schedule of the learning rate and weight decay.
+
+        Raises:
+            UsageError: warm-up is longer than the decay, or values contradict each other.
+        """
+        from megtool.optim.schedules import LRSchedule
+
+        return LRSchedule(
+            options=options,
+            train_iters=self.train_iters,
+            global_batch_size=self.global_batch_size,
+        )
+
 
 def row_length(settings: TrainConfig, config: ModelConfig) -> int:
     """Tokens of a row, or, of a model with an encoder, of a source.
@@ -98,7 +120,7 @@ def plan_run(
         from megtool.parallel.context_parallel import chunk_size
 
         chunk_size(seq_length, cp)
-    if settings.sequence_parallel:
+    if settings.parallel.sequence_parallel:
         from megtool.model.stacks.decoder import rows_of_rank
 
         for length in (seq_length, target_length):
@@ -126,127 +148,6 @@ def plan_run(
         replicas=replicas,
         target_length=target_length,
     )
-
-
-def make_lr_schedule(settings: TrainConfig, plan: RunPlan) -> LRSchedule:
-    """The schedule of the learning rate and weight decay, which counts samples as Megatron's does.
-
-    Raises:
-        UsageError: warm-up is longer than the decay.
-    """
-    from megtool.optim.schedules import LRSchedule
-
-    batch = plan.global_batch_size
-    decay = settings.lr_decay_iters or plan.train_iters
-    warmup: float = settings.lr_warmup_iters or 0
-    samples = warmup * batch
-    if settings.lr_warmup_fraction is not None:
-        warmup = settings.lr_warmup_fraction * decay
-        samples = settings.lr_warmup_fraction * (decay * batch)  # not rounded, as Megatron's
-    if warmup >= decay and warmup:
-        raise UsageError(
-            f"there are {warmup:g} warm-up steps, but the learning rate decays within {decay} "
-            "steps",
-            hint=f"at most --lr-warmup-iters {max(0, decay - 1)}, or a larger --lr-decay-iters",
-        )
-    weight_decay = settings.weight_decay
-    start, end = settings.start_weight_decay, settings.end_weight_decay
-    wsd = settings.lr_wsd_decay_iters
-    return LRSchedule(
-        kind=settings.lr_decay_style,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
-        init_lr=settings.lr_warmup_init,
-        warmup_steps=samples,
-        decay_steps=decay * batch,
-        wsd_decay_steps=None if wsd is None else wsd * batch,
-        wsd_decay_style=settings.lr_wsd_decay_style,
-        start_wd=weight_decay if start is None else start,
-        end_wd=weight_decay if end is None else end,
-        wd_incr_style=settings.weight_decay_incr_style,
-        wd_incr_steps=plan.samples,
-    )
-
-
-def rates_at(schedule: LRSchedule, num_steps: int) -> tuple[_Rate, float]:
-    """The learning rate of each group, and the weight decay, after so many samples."""
-    return _Rate(schedule, num_steps), schedule.weight_decay(num_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rate:
-    schedule: LRSchedule
-    num_steps: int
-
-    def __call__(self, group: ParamGroup) -> float:
-        return self.schedule.lr(self.num_steps, max_lr=group.max_lr, min_lr=group.min_lr)
-
-
-def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConfig:
-    """The optimizer's configuration.
-
-    Losses are sums over tokens, while Megatron's are means. For the same effect, a loss scale is
-    divided by the tokens of a pass, rounded up to a power of two; it is saved as Megatron's.
-
-    Raises:
-        UsageError: a value is out of its range, or a rule is malformed.
-    """
-    from megtool.optim.config import OptimizerConfig
-
-    tokens = 2.0 ** (plan.micro_batch_size * plan.seq_length - 1).bit_length()
-    constant = settings.loss_scale
-    initial = settings.initial_loss_scale / tokens
-    return OptimizerConfig(
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        sgd_momentum=settings.sgd_momentum,
-        muon_momentum=settings.muon_momentum,
-        clip_grad=settings.clip_grad,
-        count_zeros=settings.log_num_zeros_in_grad,
-        loss_scale=None if constant is None else constant / tokens,
-        initial_loss_scale=initial,
-        min_loss_scale=min(initial, settings.min_loss_scale / tokens),
-        loss_scale_window=settings.loss_scale_window,
-        loss_scale_unit=tokens,
-        hysteresis=settings.hysteresis,
-        main_params="remainder" if settings.store_param_remainders else "float32",
-        moments="bfloat16" if settings.exp_avg_dtype == "bf16" else "float32",
-        offload_fraction=settings.optimizer_offload_fraction
-        or float(settings.optimizer_cpu_offload),
-        overlap_grad_reduce=settings.overlap_grad_reduce,
-        overlap_param_gather=settings.overlap_param_gather,
-        reduce_in_fp32=settings.grad_reduce_in_bf16,
-        fp8_param_gather=settings.fp8_param_gather,
-        fuse_gradient_accumulation=settings.gradient_accumulation_fusion,
-        bucket_size=settings.ddp_bucket_size,
-        pad_buckets=settings.ddp_pad_buckets_for_high_nccl_busbw,
-        rules=_parse_group_rules(settings),
-    )
-
-
-def _parse_group_rules(settings: TrainConfig) -> tuple[GroupRule, ...]:
-    """The rules of `--lr-mult` and `--wd-mult`, merged by pattern."""
-    from megtool.optim.config import GroupRule
-
-    factors: dict[str, dict[str, float]] = {}
-    for name in ("lr_mult", "wd_mult"):
-        for text in getattr(settings, name):
-            glob, _, number = text.rpartition("=")
-            try:
-                factors.setdefault(glob, {})[name] = float(number)
-            except ValueError:
-                glob = ""
-            if not glob:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is {text!r}",
-                    hint="give PATTERN=NUMBER, such as '*.mlp.*=0.5'",
-                )
-    return tuple(GroupRule(glob, **values) for glob, values in factors.items())
 
 
 def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
@@ -284,7 +185,7 @@ def make_optimizer(
 
     from megtool.parallel.collectives import all_sum
 
-    config = make_optimizer_config(settings, plan)
+    config, unit = settings.optimizer, plan.loss_scale_unit
     named = [(n, p) for stage in stages for n, p in stage.named_parameters()]
     is_trained = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
     if not float(all_sum(is_trained, groups.world)):
@@ -292,20 +193,29 @@ def make_optimizer(
     from megtool.optim.distributed import DistributedOptimizer
     from megtool.optim.replicated import ReplicatedOptimizer
 
-    if settings.is_fully_sharded:
+    if settings.sharding.is_fully_sharded:
         from megtool.model.stacks.fully_shard import sharded_modules
         from megtool.optim.fully_sharded import FullyShardedOptimizer
 
-        return FullyShardedOptimizer(named, config, groups, modules=sharded_modules(stages))
-    strategy = settings.sharding_strategy
+        return FullyShardedOptimizer(
+            named, config, groups, modules=sharded_modules(stages), loss_scale_unit=unit
+        )
+    strategy, in_fp8 = settings.sharding.sharding_strategy, settings.fp8.fp8_param_gather
     if strategy is None:
         has_replicas = groups.replicas.size > 1 or groups.expert_dp.size > 1
-        strategy = "optim" if has_replicas or config.fp8_param_gather else "no_shard"
-    optimizer = (
-        DistributedOptimizer(named, config, groups, chunks=list(stages))
-        if strategy == "optim"
-        else ReplicatedOptimizer(named, config, groups)
-    )
+        strategy = "optim" if has_replicas or in_fp8 else "no_shard"
+    optimizer: DistributedOptimizer | ReplicatedOptimizer
+    if strategy == "optim":
+        optimizer = DistributedOptimizer(
+            named,
+            config,
+            groups,
+            chunks=list(stages),
+            fp8_param_gather=in_fp8,
+            loss_scale_unit=unit,
+        )
+    else:
+        optimizer = ReplicatedOptimizer(named, config, groups, loss_scale_unit=unit)
     if not config.offload_fraction:
         return optimizer
     from megtool.optim.cpu_offload import HybridDeviceOptimizer

@@ -19,6 +19,7 @@ from megtool.data.labeled_texts import LabeledDataset
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
+from megtool.options.config_file import build_options
 from megtool.source.open import open_decoder, open_source
 from megtool.train.datasets import open_datasets
 from megtool.train.options.config import TrainConfig
@@ -132,7 +133,9 @@ def test_steps_are_those_of_transformers_and_adamw(family: str, kind: str, tmp_p
     finetune(tmp_path / "hf", tmp_path / "out", data=[str(file)], fsync=False, threads=1, **how)
     losses = [line["loss"] for line in read_log(tmp_path / "out/log.jsonl") if "loss" in line]
     source = open_decoder(tmp_path / "hf", encoders=True, labels=True)
-    data = open_datasets(TrainConfig(data=(str(file),), **how), source, cache=None).train
+    data = open_datasets(
+        build_options(TrainConfig, {"data": (str(file),), **how}), source, cache=None
+    ).train
     assert isinstance(data, LabeledDataset)
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]

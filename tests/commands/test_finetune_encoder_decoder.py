@@ -13,6 +13,7 @@ from megtool import evaluate, export, finetune, generate, reshard, verify
 from megtool.commands.reports.evaluate import EvaluateReport
 from megtool.commands.reports.generate import GenerateReport
 from megtool.errors import LayoutError, UsageError
+from megtool.options.config_file import build_options
 from megtool.source.open import open_decoder
 from megtool.train.datasets import open_datasets
 from megtool.train.options.config import TrainConfig
@@ -128,7 +129,9 @@ def test_steps_are_those_of_transformers_and_adamw(
     finetune(tmp_path / "hf", tmp_path / "out", data=[str(file)], fsync=False, threads=1, **how)
     losses = [line["loss"] for line in read_log(tmp_path / "out/log.jsonl") if "loss" in line]
     source = open_decoder(tmp_path / "hf", two_stacks=True)
-    rows = open_datasets(TrainConfig(data=(str(file),), **how), source, cache=None).train
+    rows = open_datasets(
+        build_options(TrainConfig, {"data": (str(file),), **how}), source, cache=None
+    ).train
     weights = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]

@@ -10,6 +10,7 @@ import torch
 
 from megtool import export
 from megtool.inference.collate import collate_rows
+from megtool.options.config_file import build_options
 from megtool.source.open import open_decoder
 from megtool.train.datasets import open_datasets
 from megtool.train.options.config import TrainConfig
@@ -59,7 +60,7 @@ def test_five_steps_are_those_of_transformers_in_float64(
     tune(tmp_path / "hf", tmp_path / "out", data, **HOW)
     ours = [line for line in read_log(tmp_path / "out/log.jsonl") if "loss" in line]
     assert len(ours) == 5
-    settings = TrainConfig(data=(str(data),), **HOW)
+    settings = build_options(TrainConfig, {"data": (str(data),), **HOW})
     rows = open_datasets(settings, open_decoder(tmp_path / "hf"), cache=None).train
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]

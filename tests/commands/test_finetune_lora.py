@@ -133,7 +133,7 @@ def test_a_plan_refuses_what_the_run_would(model, text, tmp_path) -> None:
         ({"qat": "fp8"}, CalibrationError, "needs statistics of the model's inputs"),
         ({"teacher": tmp_path / "nowhere"}, CheckpointError, "nowhere"),
         ({"teacher": small}, MappingError, "vocabulary has 300"),
-        ({"fp8_recipe": "delayed", "fp8_margin": 99}, UsageError, "the FP8 margin is 99"),
+        ({"fp8_recipe": "delayed", "fp8_margin": 99}, UsageError, "--fp8-margin is 99"),
         ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 99}, UsageError, "99 last"),
     ]
     for wrong, kind, message in cases:

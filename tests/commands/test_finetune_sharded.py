@@ -11,6 +11,7 @@ import pytest
 from megtool import verify
 from megtool.commands.reports.finetune import FinetunePlan
 from megtool.errors import LayoutError, UsageError
+from megtool.options.config_file import build_options
 from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import read_log
 from tests.support.errors import raises
@@ -184,13 +185,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("more", "message"), REFUSED, ids=str)
 def test_what_does_not_go_with_it_is_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        TrainConfig(data_parallel_sharding_strategy="optim_grads_params", **more)
+        build_options(
+            TrainConfig, {"data_parallel_sharding_strategy": "optim_grads_params", **more}
+        )
 
 
 def test_instances_need_replicas_to_share_out(model: Path, data: Path, tmp_path: Path) -> None:
     with raises(UsageError, "no effect without sharded"):
-        TrainConfig(
-            data_parallel_sharding_strategy="no_shard", num_distributed_optimizer_instances=2
+        build_options(
+            TrainConfig,
+            {
+                "data_parallel_sharding_strategy": "no_shard",
+                "num_distributed_optimizer_instances": 2,
+            },
         )
     with raises(LayoutError, "3 instances", "dp x cp=4", "1, 2, 4"):
         tune(

@@ -156,7 +156,7 @@ def passes(folder: Path, *, again: bool = False, evaluated: bool = False) -> Pas
     if again:
         recompute(stage, "full")
     with use("te"):
-        fp8 = Fp8Feature([stage], Fp8Config(amax_history_len=4), groups)
+        fp8 = Fp8Feature([stage], Fp8Config(fp8_amax_history_len=4, fp8_recipe="delayed"), groups)
     for step in range(3):
         tokens = torch.randint(0, 101, (3, 7), generator=torch.Generator().manual_seed(step))
         batch, labels = Batch(tokens_BS=tokens.cuda()), tokens.roll(-1, 1).cuda()

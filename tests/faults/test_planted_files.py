@@ -20,6 +20,7 @@ from megtool.data.indexed import IndexedDataset, IndexedWriter
 from megtool.data.token_cache import TokenCache
 from megtool.errors import DestinationError, FormatError, MegtoolError
 from megtool.formats.save_folder import TRACKER
+from megtool.options.config_file import build_options
 from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.activations import Activations
 from megtool.staging.destination.check import check_file
@@ -84,7 +85,7 @@ def write_identity(folder: Path) -> None:
 
 
 def find_run(folder: Path) -> None:
-    find_checkpoint(folder, TrainConfig(data=("x.txt",)))
+    find_checkpoint(folder, build_options(TrainConfig, {"data": ("x.txt",)}))
 
 
 def write_data_set(folder: Path) -> None:

@@ -17,8 +17,9 @@ from megtool.model.stacks import pipeline_stage
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.model.stacks.pipeline_stage import order_1f1b
+from megtool.options.config_file import build_options
 from megtool.train.options.config import TrainConfig
-from megtool.train.options.overlap import let_overlap
+from megtool.train.options.overlap import OverlapOptions, let_overlap
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import data, stages_of, start
 
@@ -49,7 +50,7 @@ def experts_step(rank: int, size: int, sizes: dict[str, int], options: dict[str,
     groups = start(**sizes)
     is_split = "tp" in sizes
     stages = stages_of("experts", groups, sequence_parallel=is_split)
-    let_overlap(stages, TrainConfig(**sizes, **options))
+    let_overlap(stages, OverlapOptions(**options))
     exchange = dist.all_to_all_single
 
     class Work:
@@ -111,7 +112,7 @@ def columns_step(rank: int, size: int, options: dict[str, bool]) -> Result:
     log: list[str] = []
     groups = start(tp=size)
     stages = stages_of("biases", groups, sequence_parallel=True)
-    let_overlap(stages, TrainConfig(tp=size, sequence_parallel=True, **options))
+    let_overlap(stages, OverlapOptions(**options))
     gather, multiply, send = linear.start_gather, torch.addmm, dist.batch_isend_irecv
 
     def logged_gather(*args: Any) -> Any:
@@ -270,4 +271,4 @@ def test_a_stage_begins_with_a_forward_pass_for_each_stage_behind_it() -> None:
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        TrainConfig(**options)
+        build_options(TrainConfig, options)

@@ -110,7 +110,7 @@ def test_dense_and_expert_parameters_and_types_lie_apart() -> None:
     decoder = whole("experts", torch.bfloat16)
     router = dict(decoder.named_parameters())["decoder.layers.1.mlp.router.weight"]
     router.data = router.data.float()
-    settings = OptimizerConfig(bucket_size=4000, overlap_grad_reduce=True)
+    settings = OptimizerConfig(ddp_bucket_size=4000, overlap_grad_reduce=True)
     optimizer = DistributedOptimizer(decoder.named_parameters(), settings, ProcessGroups.alone())
     kinds = [(b.kind.is_expert, b.kind.dtype, b.kind.grad_dtype) for b in optimizer.buffers]
     assert kinds == [
@@ -126,7 +126,7 @@ def test_dense_and_expert_parameters_and_types_lie_apart() -> None:
 
 
 def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
-    settings = OptimizerConfig(bucket_size=500, overlap_grad_reduce=True)
+    settings = OptimizerConfig(ddp_bucket_size=500, overlap_grad_reduce=True)
     chunks = [whole("biases"), whole("tied")]
     pairs = [(f"{i}.{n}", p) for i, c in enumerate(chunks) for n, p in c.named_parameters()]
     first, second = DistributedOptimizer(

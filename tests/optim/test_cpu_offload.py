@@ -29,8 +29,8 @@ KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {"optimizer": "muon"}),
     (torch.bfloat16, {}),
     (torch.bfloat16, {"optimizer": "sgd", "sgd_momentum": 0.0}),
-    (torch.bfloat16, {"main_params": "remainder"}),
-    (torch.bfloat16, {"main_params": "remainder", "moments": "bfloat16"}),
+    (torch.bfloat16, {"store_param_remainders": True}),
+    (torch.bfloat16, {"store_param_remainders": True, "exp_avg_dtype": "bf16"}),
     (torch.float16, {"initial_loss_scale": 2.0**20}),
 ]
 
@@ -39,7 +39,7 @@ def made(
     model: Small, groups: ProcessGroups, fraction: float, kind: str, chunk: int, **settings: Any
 ) -> Optimizer:
     """The optimizer with so much on the host; at 0 the inner one alone."""
-    how = OptimizerConfig(**{"lr": 1e-2, "offload_fraction": fraction, **settings})
+    how = OptimizerConfig(**{"lr": 1e-2, "optimizer_offload_fraction": fraction, **settings})
     inner: ReplicatedOptimizer | DistributedOptimizer
     if kind == "plain":
         inner = ReplicatedOptimizer(model.named_parameters(), how, groups)
@@ -114,7 +114,7 @@ def test_the_bits_do_not_depend_on_the_fraction_on_two_processes() -> None:
 def overlapped(rank: int, size: int) -> None:
     groups = start()
     lanes: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    lanes |= {"bucket_size": 40}
+    lanes |= {"ddp_bucket_size": 40}
     want, _, _ = trained(groups, 0.0, "distributed", torch.bfloat16, lanes)
     got, _, hybrid = trained(groups, 0.5, "distributed", torch.bfloat16, lanes)
     assert all(torch.equal(got[key], tensor) for key, tensor in want.items())
@@ -156,10 +156,10 @@ def storage_bytes(segments: list[Segment], without: set[int]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("main_params", ["float32", "remainder"])
-def test_the_device_holds_the_rest_of_the_state(dtype: torch.dtype, main_params: str) -> None:
-    settings: dict[str, Any] = {"main_params": main_params}
-    of_main = {torch.float32: 0, torch.bfloat16: 4 if main_params == "float32" else 2}[dtype]
+@pytest.mark.parametrize("remainders", [False, True])
+def test_the_device_holds_the_rest_of_the_state(dtype: torch.dtype, remainders: bool) -> None:
+    settings: dict[str, Any] = {"store_param_remainders": remainders}
+    of_main = {torch.float32: 0, torch.bfloat16: 2 if remainders else 4}[dtype]
     each = of_main + 8
     for fraction in FRACTIONS[1:]:
         _, _, hybrid = trained(ProcessGroups.alone(), fraction, "distributed", dtype, settings)
@@ -169,7 +169,7 @@ def test_the_device_holds_the_rest_of_the_state(dtype: torch.dtype, main_params:
         assert 0 <= fraction * numel - kept < 64 * len(hybrid.segments)
         assert device_bytes(hybrid) == each * (numel - kept)
         # fp32 parameters have no other copy than the one on the device, so the host needs its own.
-        on_host = 4 if dtype == torch.float32 or main_params == "remainder" else of_main
+        on_host = 4 if dtype == torch.float32 or remainders else of_main
         assert host_bytes(hybrid) == (on_host + 8) * kept
 
 
@@ -187,7 +187,7 @@ def test_whole_parameters_of_a_plain_optimizer_go_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
-@pytest.mark.parametrize("settings", [{}, {"main_params": "remainder"}])
+@pytest.mark.parametrize("settings", [{}, {"store_param_remainders": True}])
 def test_a_state_goes_on_at_any_fraction(kind: str, settings: dict[str, Any]) -> None:
     """Saved at one fraction, loaded at another: the steps that follow are the same."""
     groups = ProcessGroups.alone()
@@ -216,7 +216,7 @@ def test_a_state_goes_on_at_any_fraction(kind: str, settings: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
-@pytest.mark.parametrize("settings", [{}, {"main_params": "remainder"}])
+@pytest.mark.parametrize("settings", [{}, {"store_param_remainders": True}])
 def test_weights_that_were_loaded_later_are_taken_over(kind: str, settings: dict[str, Any]) -> None:
     model = Small(torch.bfloat16)
     optimizer = made(model, ProcessGroups.alone(), 0.5, kind, 64, **settings)
@@ -240,7 +240,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def test_other_optimizers_are_refused() -> None:
     model = Small()
-    settings = OptimizerConfig(offload_fraction=0.5)
+    settings = OptimizerConfig(optimizer_offload_fraction=0.5)
     plain = ReplicatedOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
     hybrid = HybridDeviceOptimizer(plain)
     with pytest.raises(UsageError, match="HybridDeviceOptimizer"):
@@ -252,10 +252,10 @@ def test_other_optimizers_are_refused() -> None:
 def test_a_state_that_nobody_placed_cannot_be_used() -> None:
     """The inner optimizer alone, with a fraction: it fails, and does not keep all on the device."""
     model = Small()
-    settings = OptimizerConfig(offload_fraction=0.5)
+    settings = OptimizerConfig(optimizer_offload_fraction=0.5)
     plain = ReplicatedOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
     assert all(t.is_meta for s in plain.segments for t in s.states.values())
-    alone = replace(settings, offload_fraction=0.0)
+    alone = replace(settings, optimizer_offload_fraction=0.0)
     held = ReplicatedOptimizer(model.named_parameters(), alone, ProcessGroups.alone())
     assert not any(t.is_meta for s in held.segments for t in s.states.values())
 

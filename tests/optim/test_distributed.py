@@ -160,7 +160,7 @@ def test_gradient_accumulation_fusion_has_the_same_bits(name: str, dtype: torch.
             groups,
             steps=5,
             microbatches=2,
-            settings=replace(CLIPPED, fuse_gradient_accumulation=fuse),
+            settings=replace(CLIPPED, gradient_accumulation_fusion=fuse),
             dtype=dtype,
         )[0]
         for fuse in (True, False)
@@ -184,7 +184,7 @@ def fused_layouts(rank: int, size: int, cases: list[dict[str, Any]]) -> None:
                 steps=4,
                 microbatches=2,
                 settings=replace(
-                    CLIPPED, overlap_grad_reduce=True, fuse_gradient_accumulation=fuse
+                    CLIPPED, overlap_grad_reduce=True, gradient_accumulation_fusion=fuse
                 ),
                 sequence_parallel=sequence_parallel,
             )

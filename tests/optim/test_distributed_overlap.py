@@ -154,7 +154,7 @@ def branches(groups: ProcessGroups, ways: list[list[int]], *, overlap: bool) -> 
     """Parameters after steps of microbatches, each of which goes one way on each replica."""
     module = Branches()
     module.first.bias.requires_grad_(False)
-    settings = replace(OVERLAPPED if overlap else PLAIN, bucket_size=100 if overlap else None)
+    settings = replace(OVERLAPPED if overlap else PLAIN, ddp_bucket_size=100 if overlap else None)
     optimizer = DistributedOptimizer(module.named_parameters(), settings, groups, chunks=[module])
     assert all(f.name != "first.bias" for f in optimizer.param_infos)
     for step, taken in enumerate(ways):

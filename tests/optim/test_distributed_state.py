@@ -52,7 +52,7 @@ def memory(rank: int, size: int, settings: OptimizerConfig, dtype: torch.dtype) 
         (torch.bfloat16, {}, {"main": 4, "exp_avg": 4, "exp_avg_sq": 4, "low": 0}),
         (
             torch.bfloat16,
-            {"main_params": "remainder", "moments": "bfloat16"},
+            {"store_param_remainders": True, "exp_avg_dtype": "bf16"},
             {"main": 0, "exp_avg": 2, "exp_avg_sq": 2, "low": 2},
         ),
     ],
@@ -82,7 +82,7 @@ def half(rank: int, size: int) -> None:
         groups,
         steps=5,
         dtype=torch.bfloat16,
-        settings=replace(PLAIN, reduce_in_fp32=True),
+        settings=replace(PLAIN, grad_reduce_in_bf16=True),
     )
     assert {buffer.grads.dtype for buffer in optimizer.buffers} == {torch.bfloat16}
     # One microbatch for each rank: bf16 gradients go over the wire as autograd gave them.
@@ -93,7 +93,7 @@ def half(rank: int, size: int) -> None:
         groups,
         steps=5,
         dtype=torch.bfloat16,
-        settings=replace(PLAIN, main_params="remainder"),
+        settings=replace(PLAIN, store_param_remainders=True),
     )
     for key, value in alone.parameters.items():
         off = (exact.parameters[key].float() - value.float()).abs()

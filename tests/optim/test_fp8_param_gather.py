@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from tests.support.models.small_models import Small, batches, train_step
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import start
 
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "fp8_param_gather": True}
+HOW = OptimizerConfig(lr=1e-2)
 BLOCK = (128, 128)
 
 
@@ -41,7 +41,7 @@ class Fp8Small(Small):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, recipe: Recipe = "tensorwise") -> None:
         super().__init__(dtype)
-        self.scaling = make_scaling(Fp8Config(recipe=recipe))
+        self.scaling = make_scaling(Fp8Config(fp8_recipe=recipe))
         for linear in (self.fc1, self.fc2):
             mark_for_gather(linear.weight, BLOCK if recipe == "blockwise" else (0, 0))
 
@@ -96,13 +96,15 @@ def on_ranks(
     model = Fp8Small(recipe=recipe)
     first = values_of(model)
     how = OptimizerConfig(
-        **SETTINGS,
+        lr=1e-2,
         overlap_param_gather=overlap,
         overlap_grad_reduce=overlap,
-        bucket_size=bucket_size,
-        offload_fraction=offload,
+        ddp_bucket_size=bucket_size,
+        optimizer_offload_fraction=offload,
     )
-    inner = DistributedOptimizer(model.named_parameters(), how, groups, chunks=[model])
+    inner = DistributedOptimizer(
+        model.named_parameters(), how, groups, chunks=[model], fp8_param_gather=True
+    )
     optimizer = HybridDeviceOptimizer(inner) if offload else inner
     check(model, optimizer)
     assert all(torch.equal(v, first[n]) for n, v in values_of(model).items() if v.dim() == 1)
@@ -155,9 +157,12 @@ def test_one_process_does_the_same(offload: float, recipe: Recipe) -> None:
 
 def test_a_model_in_fp32_has_main_parameters_of_its_own() -> None:
     model = Fp8Small(torch.float32)
-    how = OptimizerConfig(**SETTINGS)
     optimizer = DistributedOptimizer(
-        model.named_parameters(), how, ProcessGroups.alone(), chunks=[model]
+        model.named_parameters(),
+        HOW,
+        ProcessGroups.alone(),
+        chunks=[model],
+        fp8_param_gather=True,
     )
     x, y = next(batches(1))
     train_step(optimizer, model, x, y)
@@ -169,9 +174,12 @@ def test_it_trains_as_with_values_beside_the_bytes() -> None:
     models = [Fp8Small(torch.float32), Fp8Small(torch.float32)]
     losses: list[list[Tensor]] = [[], []]
     for model, seen, fp8 in zip(models, losses, (True, False), strict=True):
-        how = OptimizerConfig(lr=1e-2, fp8_param_gather=fp8)
         optimizer = DistributedOptimizer(
-            model.named_parameters(), how, ProcessGroups.alone(), chunks=[model]
+            model.named_parameters(),
+            HOW,
+            ProcessGroups.alone(),
+            chunks=[model],
+            fp8_param_gather=fp8,
         )
         for x, y in batches(4):
             train_step(optimizer, model, x, y)
@@ -182,12 +190,16 @@ def test_it_trains_as_with_values_beside_the_bytes() -> None:
 def test_it_is_refused_where_nothing_is_gained_or_main_parameters_would_be_lost() -> None:
     for model, settings, message in (
         (Small(torch.bfloat16), {}, "no parameter is used in FP8"),
-        (Fp8Small(), {"main_params": "remainder"}, "low bits"),
+        (Fp8Small(), {"store_param_remainders": True}, "low bits"),
     ):
-        how = OptimizerConfig(**SETTINGS, **settings)
+        how = replace(HOW, **settings)
         with pytest.raises(UsageError, match=message):
             DistributedOptimizer(
-                model.named_parameters(), how, ProcessGroups.alone(), chunks=[model]
+                model.named_parameters(),
+                how,
+                ProcessGroups.alone(),
+                chunks=[model],
+                fp8_param_gather=True,
             )
 
 

@@ -102,7 +102,7 @@ SETTINGS = {
     "adam": CLIPPED,
     "sgd": OptimizerConfig(optimizer="sgd", lr=1e-3, clip_grad=0.5),
     "muon": OptimizerConfig(optimizer="muon", lr=1e-3, clip_grad=0.5),
-    "bfloat16 moments": OptimizerConfig(moments="bfloat16", lr=1e-3, clip_grad=0.5),
+    "bfloat16 moments": OptimizerConfig(exp_avg_dtype="bf16", lr=1e-3, clip_grad=0.5),
 }
 
 
@@ -209,6 +209,6 @@ def test_one_process_has_nothing_to_share_out() -> None:
 
 
 def test_remainders_are_refused() -> None:
-    settings = OptimizerConfig(main_params="remainder")
+    settings = OptimizerConfig(store_param_remainders=True)
     with pytest.raises(UsageError, match="have no remainders"):
         make_sharded("tied", ProcessGroups.alone(), ZERO_3, settings=settings)

@@ -90,7 +90,7 @@ def local_gradient(name: str, groups: ProcessGroups, step: int) -> Tensor:
 def make(
     kind: str, model: dict[str, nn.Parameter], groups: ProcessGroups, **given: Any
 ) -> Optimizer:
-    settings = OptimizerConfig(**{"lr": 1e-2, "count_zeros": True, **given})
+    settings = OptimizerConfig(**{"lr": 1e-2, "log_num_zeros_in_grad": True, **given})
     if kind == "plain":
         return ReplicatedOptimizer(model.items(), settings, groups)
     return DistributedOptimizer(model.items(), settings, groups)

@@ -65,7 +65,7 @@ def test_main_parameters_are_those_of_adamw_on_the_same_gradients(dtype: torch.d
 def test_remainders_train_as_float32_main_parameters_do() -> None:
     one, two = Small(torch.bfloat16), Small(torch.bfloat16)
     first = plain(one)
-    second = plain(two, main_params="remainder")
+    second = plain(two, store_param_remainders=True)
     for x, y in batches(20):
         train_step(first, one, x, y)
         train_step(second, two, x, y)
@@ -79,9 +79,9 @@ def test_long_parameters_pass_in_parts_with_the_same_bits() -> None:
     start = torch.randn(1_000_001, generator=g).bfloat16()
     grads = [torch.randn(len(start), generator=g).bfloat16() for _ in range(2)]
     ends = []
-    for main in ("float32", "remainder"):
+    for remainders in (False, True):
         p = nn.Parameter(start.clone())
-        made = OptimizerConfig(main_params=main)  # type: ignore[arg-type]
+        made = OptimizerConfig(store_param_remainders=remainders)
         optimizer = ReplicatedOptimizer([("w", p)], made, ProcessGroups.alone())
         for grad in grads:
             optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_long_parameters_pass_in_parts_with_the_same_bits() -> None:
 
 def test_bf16_moments_follow_fp32_ones() -> None:
     one, two = Small(), Small()
-    first, second = plain(one), plain(two, moments="bfloat16")
+    first, second = plain(one), plain(two, exp_avg_dtype="bf16")
     losses = []
     for x, y in list(batches(1)) * 60:
         train_step(first, one, x, y)
@@ -183,7 +183,7 @@ def test_replicas_train_as_one_process_does(size: int) -> None:
 
 def test_remainders_of_fp16_are_refused() -> None:
     with pytest.raises(UsageError, match="remainders need bfloat16"):
-        plain(Small(torch.float16), main_params="remainder")
+        plain(Small(torch.float16), store_param_remainders=True)
 
 
 def test_other_types_are_refused_by_name() -> None:

@@ -43,7 +43,7 @@ def test_no_parameter_is_read_before_it_came(kind) -> None:
         for name, p in decoder.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(1 + 0.2 * noise if "norm" in name else noise * 0.3)
-    settings = replace(OVERLAPPED, overlap_param_gather=False, bucket_size=1)
+    settings = replace(OVERLAPPED, overlap_param_gather=False, ddp_bucket_size=1)
     optimizer = DistributedOptimizer(decoder.named_parameters(), settings, ProcessGroups.alone())
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
     assert len(buckets) == len(optimizer.param_infos)  # each parameter comes by itself

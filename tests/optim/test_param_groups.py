@@ -11,7 +11,7 @@ from torch import nn
 
 from megtool.errors import MappingError, UsageError
 from megtool.model.layers.param_attributes import mark
-from megtool.optim.config import GroupRule, OptimizerConfig
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.param_groups import collect_param_infos, group_parameters
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.options.layout import ParallelConfig
@@ -69,8 +69,8 @@ def test_biases_and_vectors_are_not_decayed_and_experts_come_last() -> None:
 
 
 def test_the_first_rule_that_matches_holds() -> None:
-    rules = (GroupRule("*.fc1.*", lr_mult=2.0), GroupRule("decoder.*", wd_mult=0.5))
-    groups = group_parameters(collect_param_infos(model().items()), OptimizerConfig(rules=rules))
+    settings = OptimizerConfig(lr_mult=("*.fc1.*=2",), wd_mult=("decoder.*=0.5",))
+    groups = group_parameters(collect_param_infos(model().items()), settings)
     of = {n: (g.lr_mult, g.wd_mult) for g in groups for n in g.names}
     assert of["decoder.layers.0.fc1.weight"] == (2.0, 1.0)
     assert of["decoder.layers.0.fc1.bias"] == (2.0, 0.0)
@@ -79,7 +79,7 @@ def test_the_first_rule_that_matches_holds() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_refused() -> None:
-    settings = OptimizerConfig(rules=(GroupRule("*"), GroupRule("*.fc1.*")))
+    settings = OptimizerConfig(lr_mult=("*=1", "*.fc1.*=1"))
     with pytest.raises(UsageError, match=r"\*\.fc1\.\*"):
         group_parameters(collect_param_infos(model().items()), settings)
 
@@ -87,8 +87,8 @@ def test_a_rule_that_matches_nothing_is_refused() -> None:
 def on_stages(rank: int, size: int) -> Any:
     groups = ProcessGroups.start(ParallelConfig(pp=2))
     named = [(n, p) for i, (n, p) in enumerate(model().items()) if i % 2 == rank]
-    rules = (GroupRule("embedding.*", lr_mult=0.1),)
-    made = group_parameters(collect_param_infos(named), OptimizerConfig(rules=rules), groups.world)
+    settings = OptimizerConfig(lr_mult=("embedding.*=0.1",))
+    made = group_parameters(collect_param_infos(named), settings, groups.world)
     groups.stop()
     return [(g.is_expert, g.lr_mult, g.wd_mult, g.names) for g in made]
 
@@ -140,21 +140,20 @@ def test_groups_are_those_of_megatron_core() -> None:
 @pytest.mark.parametrize(
     ("values", "option"),
     [
-        ({"optimizer": "lamb"}, "--optimizer has to be one of adam, sgd, muon"),
-        ({"lr": -1.0}, "--lr has"),
-        ({"lr": float("nan")}, "--lr has"),
-        ({"min_lr": 1.0}, "--min-lr has to be at most"),
+        ({"optimizer": "lamb"}, "--optimizer is"),
+        ({"lr": -1.0}, "--lr is"),
+        ({"lr": float("nan")}, "--lr is"),
         ({"weight_decay": -0.1}, "--weight-decay"),
         ({"adam_beta1": 1.0}, "--adam-beta1"),
         ({"clip_grad": -1.0}, "--clip-grad"),
         ({"loss_scale": 0.0}, "--loss-scale"),
-        ({"min_loss_scale": 2.0**40}, "--min-loss-scale"),
+        ({"min_loss_scale": 0.0}, "--min-loss-scale"),
         ({"hysteresis": 0}, "--hysteresis"),
-        ({"moments": "float8"}, "--moments"),
-        ({"offload_fraction": 1.5}, "--optimizer-offload-fraction"),
-        ({"bucket_size": 0}, "--ddp-bucket-size"),
-        ({"rules": (GroupRule("*", lr_mult=-1.0),)}, "0 or more"),
-        ({"rules": (GroupRule("*", max_lr=0.1, min_lr=0.2),)}, "at most max_lr"),
+        ({"exp_avg_dtype": "float8"}, "--exp-avg-dtype"),
+        ({"optimizer_offload_fraction": 1.5}, "--optimizer-offload-fraction"),
+        ({"ddp_bucket_size": 0}, "--ddp-bucket-size"),
+        ({"lr_mult": ("*=-1",)}, "0 or more"),
+        ({"wd_mult": ("0.5",)}, "PATTERN=NUMBER"),
     ],
 )
 def test_settings_out_of_range_name_their_option(values: dict[str, Any], option: str) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
+from megtool.optim.config import OptimizerConfig
 from megtool.optim.schedules import LRSchedule
 
 KINDS = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -19,20 +20,21 @@ STYLES = ["linear", "cosine", "exponential", "minus_sqrt"]
 
 def megatron(schedule: LRSchedule, group: dict[str, Any]) -> Any:
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    options = schedule.options
     return core.OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),
-        init_lr=schedule.init_lr,
-        max_lr=schedule.max_lr,
-        min_lr=schedule.min_lr,
+        init_lr=options.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=schedule.decay_steps,
-        lr_decay_style=schedule.kind,
-        start_wd=schedule.start_wd,
-        end_wd=schedule.end_wd,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=schedule.start_weight_decay,
+        end_wd=schedule.end_weight_decay,
         wd_incr_steps=schedule.wd_incr_steps,
-        wd_incr_style=schedule.wd_incr_style,
+        wd_incr_style=options.weight_decay_incr_style,
         wsd_decay_steps=schedule.wsd_decay_steps,
-        lr_wsd_decay_style=schedule.wsd_decay_style,
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
     )
 
 
@@ -42,19 +44,25 @@ def schedules(draw: st.DrawFn) -> LRSchedule:
     low, high = sorted(draw(st.tuples(st.floats(0, 0.01), st.floats(0, 0.01))))
     start_wd, end_wd = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
     style = draw(st.sampled_from(["constant", "linear", "cosine"]))
-    return LRSchedule(
-        kind=draw(st.sampled_from(KINDS)),
-        max_lr=high,
+    is_share = draw(st.booleans())
+    options = OptimizerConfig(
+        lr=high,
         min_lr=low,
-        init_lr=draw(st.floats(0, 1)) * high,
-        warmup_steps=draw(st.integers(0, decay - 1) | st.floats(0, decay, exclude_max=True)),
-        decay_steps=decay,
-        wsd_decay_steps=draw(st.integers(1, decay)),
-        wsd_decay_style=draw(st.sampled_from(STYLES)),
-        start_wd=end_wd if style == "constant" else start_wd,
-        end_wd=end_wd,
-        wd_incr_style=style,
-        wd_incr_steps=draw(st.integers(1, 2 * decay)),
+        lr_decay_style=draw(st.sampled_from(KINDS)),
+        lr_decay_iters=decay,
+        lr_warmup_init=draw(st.floats(0, 1)) * high,
+        lr_warmup_iters=None if is_share else draw(st.integers(0, decay - 1)),
+        lr_warmup_fraction=draw(st.floats(0, 0.999)) if is_share else None,
+        lr_wsd_decay_iters=draw(st.integers(1, decay)),
+        lr_wsd_decay_style=draw(st.sampled_from(STYLES)),
+        start_weight_decay=end_wd if style == "constant" else start_wd,
+        end_weight_decay=end_wd,
+        weight_decay_incr_style=style,
+    )
+    return LRSchedule(
+        options=options,
+        train_iters=draw(st.integers(1, 2 * decay)),
+        global_batch_size=draw(st.sampled_from([1, 3])),
     )
 
 
@@ -74,16 +82,6 @@ def test_rates_are_those_of_megatron_core_bit_by_bit(schedule: LRSchedule, incre
 
 
 @pytest.mark.peers
-def test_a_group_has_ends_of_its_own() -> None:
-    schedule = LRSchedule(kind="cosine", max_lr=1e-3, warmup_steps=5, decay_steps=50)
-    group = {"max_lr": 4e-3, "min_lr": 1e-4}
-    theirs = megatron(schedule, group)
-    for step in range(60):
-        assert schedule.lr(step, max_lr=4e-3, min_lr=1e-4) == group["lr"]
-        theirs.step(1)
-
-
-@pytest.mark.peers
 @settings(max_examples=50, deadline=None)
 @given(schedule=schedules())
 def test_a_saved_state_continues_here_and_there(schedule: LRSchedule) -> None:
@@ -95,7 +93,8 @@ def test_a_saved_state_continues_here_and_there(schedule: LRSchedule) -> None:
 
 
 def test_the_half_way_of_a_cosine() -> None:
-    schedule = LRSchedule(kind="cosine", max_lr=2.0, min_lr=1.0, decay_steps=100)
+    options = OptimizerConfig(lr_decay_style="cosine", lr=2.0, min_lr=1.0)
+    schedule = LRSchedule(options=options, train_iters=100)
     assert math.isclose(schedule.lr(50), 1.5)
     assert schedule.lr(101) == 1.0
 
@@ -103,16 +102,15 @@ def test_the_half_way_of_a_cosine() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"kind": "cosin"}, "cosin"),
-        ({"min_lr": 1.0}, "min-lr"),
-        ({"init_lr": 1.0}, "warmup-init"),
-        ({"warmup_steps": 5, "decay_steps": 5}, "warm-up of 5 steps"),
-        ({"kind": "WSD", "decay_steps": 5}, "lr-wsd-decay-iters"),
-        ({"start_wd": 0.5, "end_wd": 0.1}, "start-weight-decay"),
-        ({"start_wd": 0.0, "end_wd": 0.1}, "incr-style"),
-        ({"warmup_steps": -1}, "-1 warm-up"),
+        ({"lr_decay_style": "cosin"}, "cosin"),
+        ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "5 warm-up steps"),
+        ({"lr_decay_style": "WSD"}, "lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 6}, "lr-wsd-decay-iters"),
+        ({"start_weight_decay": 0.5, "end_weight_decay": 0.1}, "start-weight-decay"),
+        ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "incr-style"),
+        ({"lr_warmup_iters": -1}, "lr-warmup-iters is -1"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        LRSchedule(**values)
+        LRSchedule(options=OptimizerConfig(**values), train_iters=5)

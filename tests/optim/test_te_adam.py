@@ -28,10 +28,10 @@ pytestmark = [
     ),
 ]
 STORED = (
-    {"main_params": "float32", "moments": "float32"},
-    {"main_params": "float32", "moments": "bfloat16"},
-    {"main_params": "remainder", "moments": "float32"},
-    {"main_params": "remainder", "moments": "bfloat16"},
+    {"store_param_remainders": False, "exp_avg_dtype": "fp32"},
+    {"store_param_remainders": False, "exp_avg_dtype": "bf16"},
+    {"store_param_remainders": True, "exp_avg_dtype": "fp32"},
+    {"store_param_remainders": True, "exp_avg_dtype": "bf16"},
 )
 
 
@@ -81,7 +81,7 @@ def test_it_updates_as_torch_does(stored: dict[str, Any]) -> None:
     kept = [t.data_ptr() for s in theirs[1].segments for t in s.states.values()]
     train(*ours, 5)
     train(*theirs, 5)
-    close(ours[1], theirs[1], is_coarse=stored["moments"] == "bfloat16")
+    close(ours[1], theirs[1], is_coarse=stored["exp_avg_dtype"] == "bf16")
     assert kept == [t.data_ptr() for s in theirs[1].segments for t in s.states.values()]
     for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-2, atol=1e-2)
@@ -97,7 +97,7 @@ def test_a_run_resumes_by_the_other(first: Implementation, stored: dict[str, Any
     train(*before, 2)
     copy_state(after[1], before[1])
     train(*after, 2, seed=2)
-    close(whole[1], after[1], is_coarse=stored["moments"] == "bfloat16")
+    close(whole[1], after[1], is_coarse=stored["exp_avg_dtype"] == "bf16")
 
 
 def test_its_memory_is_the_optimizers_own() -> None:

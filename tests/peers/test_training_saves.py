@@ -58,7 +58,7 @@ def goes_on(
     settings: dict[str, Any] | None = None,
 ) -> list[int]:
     """Resume what is in a folder, and save it at once; gradients are bf16 as there."""
-    how = {"reduce_in_fp32": True, **(settings or {})}
+    how = {"grad_reduce_in_bf16": True, **(settings or {})}
     sizes = {axis: n for axis, n in layout.items() if axis != "zero"}
     is_sharded = "zero" in layout
     run = Trained(Path(source), sizes, kind="bfloat16", settings=how, is_fully_sharded=is_sharded)
@@ -128,8 +128,8 @@ def test_megatron_loads_buckets_that_a_run_cut(in_fp32: bool, tmp_path: Path) ->
     megatron("train", saves=[["dp_reshardable", source]], layout={})
     settings = {
         "overlap_grad_reduce": True,
-        "bucket_size": BUCKET,
-        "reduce_in_fp32": not in_fp32,
+        "ddp_bucket_size": BUCKET,
+        "grad_reduce_in_bf16": not in_fp32,
     }
     run_world(goes_on, 2, source, saved, {"dp": 2}, "dp_reshardable", settings)
     options = {"overlap": True, "bucket_size": BUCKET, "grads_in_fp32": in_fp32, "layout": {}}

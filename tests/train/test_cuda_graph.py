@@ -17,6 +17,7 @@ from megtool.model.layers.dropout import Dropout
 from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.model.stacks.recompute import recompute
 from megtool.optim.optimizer import Optimizer
+from megtool.options.config_file import build_options
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_decoder
 from megtool.train.cuda_graph import GraphedSchedule, check_graphs
@@ -26,7 +27,7 @@ from megtool.train.loop import TrainJob, TrainState, train
 from megtool.train.model.build import load_for_training
 from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import RunLog
-from megtool.train.run_plan import make_lr_schedule, make_optimizer, plan_run
+from megtool.train.run_plan import make_optimizer, plan_run
 from tests.support.emulated.graph_rules import check_graphs as check_graph_rules
 from tests.support.models import moe_models, tiny_text
 from tests.support.models.tiny_model import tiny_model
@@ -94,13 +95,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> TrainJob:
     torch.set_num_threads(1)
     usual = {"train_iters": STEPS, "lr": 1e-2, "global_batch_size": BATCH, "micro_batch_size": 2}
-    settings = TrainConfig(**(usual | options))
+    settings = build_options(TrainConfig, usual | options)
     source = open_decoder(model)
     stages = load_for_training(
         source,
         groups,
         dtype="float16" if settings.fp16 else "bfloat16" if settings.bf16 else "float32",
-        sequence_parallel=settings.sequence_parallel,
+        sequence_parallel=settings.parallel.sequence_parallel,
         threads=1,
     )
     for name, p in stages[0].named_parameters():
@@ -115,7 +116,7 @@ def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Tra
         dataset=Texts(),
         plan=plan,
         settings=settings,
-        schedule=make_lr_schedule(settings, plan),
+        schedule=plan.make_lr_schedule(settings.optimizer),
         log=RunLog(folder if groups.rank == 0 else None),
         features=features,
     )
@@ -199,8 +200,8 @@ def on_ranks(
     rank: int, size: int, model: str, folder: str, options: dict[str, Any]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     torch.set_num_threads(1)
-    settings = TrainConfig(**options)
-    dp = size // settings.tp // settings.cp // settings.pp
+    settings = build_options(TrainConfig, options)
+    dp = size // settings.parallel.tp // settings.parallel.cp // settings.parallel.pp
     groups = ProcessGroups.start(replace(settings.layout, dp=dp))
     found = tuple(
         curve(Path(model), Path(folder) / f"{how}{rank}", groups, cuda_graph_impl=how, **options)
@@ -312,28 +313,28 @@ def test_a_pass_that_is_no_graph_is_named(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: gradients are reduced"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather: a graph"),
-        ({"attention_dropout": 0.1}, "--attention-dropout: torch's attention draws"),
-        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout: adapters draw"),
-        ({"teacher": Path("big")}, "--teacher: the host passes"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce exclude"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather exclude"),
+        ({"attention_dropout": 0.1}, "--attention-dropout exclude"),
+        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout exclude"),
+        ({"teacher": Path("big")}, "--teacher exclude"),
         ({"fp8_recipe": "delayed", "kernels": "te"}, "its own scales"),
     ],
 )
 def test_what_cannot_be_a_graph_is_refused(options: dict[str, Any], message: str) -> None:
-    TrainConfig(**options)
+    build_options(TrainConfig, options)
     with pytest.raises(UsageError, match=message) as caught:
-        TrainConfig(cuda_graph_impl="local", **options)
-    assert caught.value.hint == "without --cuda-graph-impl"
+        build_options(TrainConfig, {"cuda_graph_impl": "local", **options})
+    assert caught.value.hint
 
 
 def test_models_with_experts_and_cpus_are_refused(model: Path) -> None:
     config = open_decoder(model).config
-    asked = TrainConfig(cuda_graph_impl="local", device="cpu")
+    asked = build_options(TrainConfig, {"cuda_graph_impl": "local", "device": "cpu"})
     with pytest.raises(UsageError, match="on cpu: it needs a CUDA device"):
         check_graphs(asked, config)
     experts = replace(config, num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
-    apart = TrainConfig(cuda_graph_impl="local", device="cpu", ep=2)
+    apart = build_options(TrainConfig, {"cuda_graph_impl": "local", "device": "cpu", "ep": 2})
     with pytest.raises(UsageError, match="experts on other ranks"):
         check_graphs(apart, experts)
     check_graphs(TrainConfig(), experts)

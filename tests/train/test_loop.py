@@ -15,6 +15,7 @@ import torch
 from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
 from megtool.inference.collate import collate_rows
+from megtool.options.config_file import build_options
 from megtool.options.layout import ParallelConfig
 from megtool.train.evaluation import evaluate
 from megtool.train.features.registry import TrainingFeatures
@@ -211,7 +212,7 @@ def test_patience_counts_evaluations_since_the_best() -> None:
 
 def test_a_plan_says_what_fits() -> None:
     def plan(replicas: int = 2, samples: int = 100, **options: Any) -> RunPlan:
-        settings = TrainConfig(**options)
+        settings = build_options(TrainConfig, options)
         return plan_run(
             settings, seq_length=8, num_samples=samples, layout=ParallelConfig(dp=replicas)
         )

@@ -11,6 +11,7 @@ import torch
 
 from megtool.data.packing import PackedRows
 from megtool.errors import FormatError, UsageError
+from megtool.options.config_file import build_options
 from megtool.train.options.config import TrainConfig
 from megtool.train.prefetch import RowPrefetcher
 from tests.support.errors import raises
@@ -95,8 +96,8 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 def test_options_that_need_each_other() -> None:
     with raises(UsageError, "--fim-rate is 1.5"):
-        TrainConfig(fim_rate=1.5)
+        build_options(TrainConfig, {"fim_rate": 1.5})
     with raises(UsageError, "--fim-spm-rate has no effect"):
-        TrainConfig(fim_spm_rate=0.1)
+        build_options(TrainConfig, {"fim_spm_rate": 0.1})
     with raises(UsageError, "--fim-fragment-rate"):
-        TrainConfig(fim_rate=0.5, fim_split_sample="<file>")
+        build_options(TrainConfig, {"fim_rate": 0.5, "fim_split_sample": "<file>"})

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from megtool.errors import UsageError
+from megtool.optim.config import OptimizerConfig
+from megtool.options.config_file import build_options
 from megtool.train.options.config import TrainConfig
-from megtool.train.run_plan import RunPlan, make_lr_schedule, saves_in_background
+from megtool.train.run_plan import RunPlan, saves_in_background
 
 BATCH, ITERS = 4, 25
 
@@ -28,7 +30,7 @@ def plan() -> RunPlan:
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 1 / 3])
 def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: float) -> None:
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    settings = TrainConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_fraction=fraction)
+    options = OptimizerConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_fraction=fraction)
     group: dict[str, Any] = {}
     # As Megatron-LM's `get_optimizer_param_scheduler` makes it of its arguments.
     theirs = core.OptimizerParamScheduler(
@@ -44,7 +46,7 @@ def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: fl
         wd_incr_steps=ITERS * BATCH,
         wd_incr_style="constant",
     )
-    schedule = make_lr_schedule(settings, plan())
+    schedule = plan().make_lr_schedule(options)
     for step in range(0, (ITERS + 1) * BATCH, BATCH):
         assert schedule.lr(step) == group["lr"], step
         theirs.step(BATCH)
@@ -53,7 +55,7 @@ def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: fl
 
 def test_a_warm_up_that_is_all_is_refused() -> None:
     with pytest.raises(UsageError, match="25 warm-up steps"):
-        make_lr_schedule(TrainConfig(lr=1e-2, lr_warmup_fraction=1.0), plan())
+        plan().make_lr_schedule(OptimizerConfig(lr=1e-2, lr_warmup_fraction=1.0))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_a_warm_up_that_is_all_is_refused() -> None:
 def test_only_saves_before_the_last_are_made_in_the_background(
     interval: int | None, iteration: int, is_saved: bool
 ) -> None:
-    settings = TrainConfig(save_interval=interval)
+    settings = build_options(TrainConfig, {"save_interval": interval})
     assert saves_in_background(settings, plan(), iteration) is is_saved
-    waiting = TrainConfig(save_interval=interval, async_save=False)
+    waiting = build_options(TrainConfig, {"save_interval": interval, "async_save": False})
     assert not saves_in_background(waiting, plan(), iteration)

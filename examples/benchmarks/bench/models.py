@@ -209,7 +209,7 @@ def gradient_accumulation(options: Options, phase: Phases) -> Options:
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
     optimizer = DistributedOptimizer(
         decoder.named_parameters(),
-        OptimizerConfig(fuse_gradient_accumulation=options["fuse"]),
+        OptimizerConfig(gradient_accumulation_fusion=options["fuse"]),
         ProcessGroups.alone(),
         chunks=[decoder],
     )

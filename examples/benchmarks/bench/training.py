@@ -238,7 +238,7 @@ def main() -> None:
     groups = ProcessGroups.start(ParallelConfig())
     rank, steps, tokens = groups.dp.rank, given["steps"], given["tokens"]
     overlapped = dict(
-        overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=given["bucket"]
+        overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=given["bucket"]
     )
     engines: dict[str, tuple[Step, Callable[[], int]]] = {"megtool": ours(groups)}
     runs: dict[str, Callable[[], tuple[float, float]]] = {}

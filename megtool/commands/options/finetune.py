@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from megtool.errors import UsageError
-from megtool.options.effects import requires
-from megtool.options.field import argument, option
+from megtool.options.effects import check_effects, requires
+from megtool.options.field import argument, group, option
 from megtool.options.groups import OUTPUT, SOURCE, DryRunOptions, ObjectOptions, PageOptions
 from megtool.storage.location.path import is_remote
 from megtool.train.options.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions, PageOptions):
+class FinetuneOptions(DryRunOptions, ObjectOptions, PageOptions):
     """Train a model from any checkpoint on some text, and write a Megatron checkpoint.
 
     Options have Megatron's names. Interrupted, the same command resumes with an identical loss
@@ -22,6 +23,9 @@ class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions, PageOptions):
 
     Example: megtool finetune ./SmolLM2-135M-Instruct ./tuned --data chats.jsonl --train-iters 100
     """
+
+    panels: ClassVar = TrainConfig.panels
+    rivals: ClassVar = TrainConfig.rivals
 
     source: Path = argument(SOURCE, "SRC")
     destination: Path = argument(
@@ -36,14 +40,13 @@ class FinetuneOptions(TrainConfig, DryRunOptions, ObjectOptions, PageOptions):
         needs=(requires("report", "--report FILE.html writes the page with the curves"),),
     )
 
+    train: TrainConfig = group(TrainConfig)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tensorboard and is_remote(self.destination):
+        check_effects(self)
+        if self.train.tensorboard and is_remote(self.destination):
             raise UsageError(
                 "--tensorboard writes local files, and DST is in a store",
                 hint="log.jsonl in DST holds the same values",
             )
-
-    def train_config(self) -> TrainConfig:
-        """The options of the training run alone."""
-        return TrainConfig(**{f.name: getattr(self, f.name) for f in fields(TrainConfig)})

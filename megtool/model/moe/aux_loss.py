@@ -5,45 +5,17 @@ Source of the formulas: megatron-core 0.16.1, `transformer/moe/moe_utils.py` and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megtool.errors import UsageError
 from megtool.model.forward_context import ForwardContext
+from megtool.model.loss_options import LossOptions
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ALONE, ProcessGroups
 from megtool.spec.model_config import ModelConfig
-
-Kind = Literal["aux_loss", "seq_aux_loss", "none"]
-"""Experts are to be evenly busy over a microbatch, or in each of its rows; or nobody asks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceSettings:
-    """Load-balancing options of routers, in Megatron's terms; zeros disable them.
-
-    Raises:
-        UsageError: a value is negative.
-    """
-
-    kind: Kind = "aux_loss"
-    aux_coeff: float = 0.0
-    z_coeff: float = 0.0
-    bias_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("aux_coeff", "z_coeff", "bias_rate"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} of routers is {getattr(self, name)}", hint="0 or more")
-
-    @property
-    def has_losses(self) -> bool:
-        """There is a loss to be added."""
-        return bool(self.aux_coeff and self.kind != "none") or bool(self.z_coeff)
 
 
 class Balance:
@@ -64,7 +36,7 @@ class Balance:
 
     def __init__(
         self,
-        settings: BalanceSettings,
+        settings: LossOptions,
         config: ModelConfig,
         groups: ProcessGroups,
         *,
@@ -103,13 +75,15 @@ class Balance:
             frame.balanced.add(layer)
             self._note(experts_TK, counted_T1)
         wants = self.settings
-        if not wants.has_losses:
+        if not wants.has_router_losses:
             return probs_TK
         aux, z = self._losses(logits_TE.float(), counted_T1, frame)
         if is_new:
             self.aux.add_(aux.detach())
             self.z.add_(z.detach())
-        loss = aux * (0.0 if wants.kind == "none" else wants.aux_coeff) + z * wants.z_coeff
+        is_balanced = wants.moe_router_load_balancing_type != "none"
+        coefficient = wants.moe_aux_loss_coeff if is_balanced else 0.0
+        loss = aux * coefficient + z * wants.moe_z_loss_coeff
         out: Tensor = _Attached.apply(  # type: ignore[no-untyped-call]
             probs_TK, loss, self.factor
         )
@@ -119,7 +93,8 @@ class Balance:
         self, logits_TE: Tensor, counted_T1: Tensor | None, frame: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """This rank's parts of both losses of a microbatch, without coefficients."""
-        config, per_row = self.config, self.settings.kind == "seq_aux_loss"
+        config = self.config
+        per_row = self.settings.moe_router_load_balancing_type == "seq_aux_loss"
         num_rows = frame.num_rows if per_row else 1
         scores_TE, chosen_TE = scores_of(logits_TE, config)
         z_T1 = logits_TE.logsumexp(-1, keepdim=True).square()

@@ -42,7 +42,7 @@ class AmaxHistories:
         *,
         num_dense: int | None = None,
     ) -> None:
-        self.settings, length = settings, settings.amax_history_len
+        self.settings, length = settings, settings.fp8_amax_history_len
         self._num_dense = num_modules if num_dense is None else num_dense
         self.is_fresh = [True] * num_modules
         self.history = {
@@ -77,9 +77,10 @@ class AmaxHistories:
                 copy_parts(all_max(all_max(newest, same[0]), same[1]), [p.view(-1) for p in parts])
         for d, fp8_max in zip(KINDS, self.settings.largest, strict=True):
             history = self.history[d]
-            is_max = self.settings.amax_compute_algo == "max"
+            is_max = self.settings.fp8_amax_compute_algo == "max"
             amax = history.amax(0) if is_max else history[0].clone()
-            self.scale[d].copy_(update_scales(amax, self.scale[d], fp8_max, self.settings.margin))
+            margin = self.settings.fp8_margin
+            self.scale[d].copy_(update_scales(amax, self.scale[d], fp8_max, margin))
             if len(history) > 1:
                 history.copy_(history.roll(-1, 0))
             self.is_known[d].copy_(amax > 0)

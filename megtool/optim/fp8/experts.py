@@ -190,7 +190,7 @@ class DelayedExperts(TensorwiseExperts):
     ) -> Tensor:
         """See `TensorwiseExperts.scales`."""
         histories, modules = self.histories, self.modules
-        current_E = scale_from_amax(amaxes_E, kind, margin=self.settings.margin)
+        current_E = scale_from_amax(amaxes_E, kind, margin=self.settings.fp8_margin)
         known_E = histories.is_known[direction][modules, column]
         # A copy, since what is saved for backward must not change at the end of the step.
         scale_E = torch.where(known_E, histories.scale[direction][modules, column], current_E)
@@ -209,7 +209,7 @@ class BlockwiseExperts(ExpertScaling):
 
     def __init__(self, settings: Fp8Config) -> None:
         self.settings = settings
-        self.multiple = MX_BLOCK if settings.recipe == "mxfp8" else BLOCK
+        self.multiple = MX_BLOCK if settings.fp8_recipe == "mxfp8" else BLOCK
 
     def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
         """See `ExpertScaling.input`."""
@@ -323,6 +323,6 @@ def make_expert_scaling(
     `histories` with the recipe `delayed`."""
     if histories is not None:
         return DelayedExperts(histories, range(first, first + experts), device)
-    if settings.recipe == "tensorwise":
+    if settings.fp8_recipe == "tensorwise":
         return TensorwiseExperts(settings, experts, device)
     return BlockwiseExperts(settings)

@@ -170,7 +170,7 @@ class DelayedScaling(Fp8Scaling):
         histories, module = self.histories, self.module
         if histories.is_fresh[module]:
             largest = amax(x_MN) if column == WEIGHT else all_max(amax(x_MN), self.group)
-            scale = scale_from_amax(largest, kind, margin=self.settings.margin)
+            scale = scale_from_amax(largest, kind, margin=self.settings.fp8_margin)
         else:
             # A copy, since what is saved for backward must not change at the end of the step.
             scale = histories.scale[direction][module, column].clone()
@@ -186,12 +186,12 @@ def make_scaling(
     """The scaling of a linear layer, which is `module` of `histories` with the recipe `delayed`."""
     if histories is not None:
         return DelayedScaling(histories, module)
-    kinds: dict[str, Callable[[Fp8Config], Fp8Scaling]] = {
+    kinds: dict[str | None, Callable[[Fp8Config], Fp8Scaling]] = {
         "tensorwise": TensorwiseScaling,
         "blockwise": BlockwiseScaling,
         "mxfp8": MxScaling,
     }
-    return kinds[settings.recipe](settings)
+    return kinds[settings.fp8_recipe](settings)
 
 
 def _same_both_ways(q: Quantized) -> Operand:

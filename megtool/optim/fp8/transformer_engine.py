@@ -17,13 +17,13 @@ from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.parallel.process_groups import ProcessGroups
 
-_CLASSES: dict[Recipe, str] = {
+_CLASSES: dict[Recipe | None, str] = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
-_PROBES: dict[Recipe, str] = {
+_PROBES: dict[Recipe | None, str] = {
     "delayed": "is_fp8_available",
     "tensorwise": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
@@ -36,23 +36,23 @@ def make_te_recipe(settings: Fp8Config, recipes: Any, *, reduce_amax: bool = Tru
 
     `reduce_amax`: the ranks of the region's group reduce amax; for delayed scaling only.
     """
-    facts: dict[str, Any] = {"fp8_format": recipes.Format[settings.format.upper()]}
-    if settings.recipe == "delayed":
+    facts: dict[str, Any] = {"fp8_format": recipes.Format[settings.fp8_format.upper()]}
+    if settings.fp8_recipe == "delayed":
         facts |= {
-            "margin": settings.margin,
-            "amax_history_len": settings.amax_history_len,
-            "amax_compute_algo": settings.amax_compute_algo,
+            "margin": settings.fp8_margin,
+            "amax_history_len": settings.fp8_amax_history_len,
+            "amax_compute_algo": settings.fp8_amax_compute_algo,
             "reduce_amax": reduce_amax,
         }
-    return getattr(recipes, _CLASSES[settings.recipe])(**facts)
+    return getattr(recipes, _CLASSES[settings.fp8_recipe])(**facts)
 
 
-def required_multiple(recipe: Recipe) -> int:
+def required_multiple(recipe: Recipe | None) -> int:
     """The number that rows and both dims of weights have to be multiples of."""
     return 32 if recipe == "mxfp8" else 16
 
 
-def require_recipe(recipe: Recipe) -> None:
+def require_recipe(recipe: Recipe | None) -> None:
     """Check that the GPU supports a recipe.
 
     Raises:
@@ -83,7 +83,7 @@ class TeAmaxHistories:
         with torch.no_grad():
             for module, gemm in products:
                 largest = amax(module.weights[gemm])
-                scale = scale_from_amax(largest, settings.forward, margin=settings.margin)
+                scale = scale_from_amax(largest, settings.forward, margin=settings.fp8_margin)
                 module.scale("fwd", gemm)[WEIGHT].copy_(scale)
 
     def end_step(self, groups: ProcessGroups) -> None:
@@ -130,7 +130,7 @@ class TeTraining:
         groups: ProcessGroups,
     ) -> None:
         load()
-        require_recipe(settings.recipe)
+        require_recipe(settings.fp8_recipe)
         stage = groups.stage()
         recipes = import_module("transformer_engine.common.recipe")
         # An earlier run in this process may have left state with groups that no longer exist.
@@ -141,7 +141,7 @@ class TeTraining:
         with torch.no_grad(), self.region.entered():
             for module in dict.fromkeys(module for module, _ in products):
                 module.prepare()
-        is_delayed = settings.recipe == "delayed"
+        is_delayed = settings.fp8_recipe == "delayed"
         self.histories = TeAmaxHistories(products, settings) if is_delayed else None
 
     def around(self, run: StageRun) -> StageRun:

@@ -16,6 +16,7 @@ from megtool.train.checkpointing.shard_ownership import (
     LayoutOwnership,
     RankOwnership,
     ShardCells,
+    StateRange,
     WriteAssignment,
     assign_writers,
     local_name,
@@ -30,14 +31,9 @@ _STORED_NAMES = {MAIN: "param"}
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPart:
-    """Elements `start` to `stop` of a state of this rank's tensor `name`, at `offset` of a
-    shard."""
+class ShardPart(StateRange):
+    """A range of a state of this rank's tensor `name`, at `offset` of a shard."""
 
-    state: str
-    name: str
-    start: int
-    stop: int
     offset: int
 
 

@@ -38,7 +38,7 @@ class DropoutFeature(TrainingFeature):
         hidden, attention = settings.hidden_dropout, settings.attention_dropout
         for stage in stages:
             stage.dropout = Dropout(hidden=hidden, attention=attention)
-        if not (hidden or attention or settings.lora_dropout):
+        if not (hidden or attention or settings.lora.lora_dropout):
             return None
         return cls(settings.seed, stages[0].groups)
 

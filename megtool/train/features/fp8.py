@@ -175,12 +175,12 @@ class Fp8Feature(TrainingFeature):
                 expert = self.groups.ep.rank * module.weight.shape[0]
             member = _Member(name=full, module=module, settings=config, first=first, expert=expert)
             members.append(member)
-            first += member.num_histories if config.recipe == "delayed" else 0
+            first += member.num_histories if config.fp8_recipe == "delayed" else 0
         return members
 
     def _set_products(self) -> None:
         """Let linear layers multiply in FP8."""
-        delayed = [m for m in self._members if m.settings.recipe == "delayed"]
+        delayed = [m for m in self._members if m.settings.fp8_recipe == "delayed"]
         histories = None
         if delayed:
             dense = [m for m in delayed if m.expert is None]
@@ -191,7 +191,7 @@ class Fp8Feature(TrainingFeature):
                 num_dense=len(dense),
             )
         for m in self._members:
-            own = histories if m.settings.recipe == "delayed" else None
+            own = histories if m.settings.fp8_recipe == "delayed" else None
             if isinstance(m.module, ExpertLinear):
                 experts = make_expert_scaling(
                     m.settings, m.num_histories, self.groups.device, histories=own, first=m.first
@@ -207,7 +207,7 @@ class Fp8Feature(TrainingFeature):
     def _use_transformer_engine(self) -> None:
         """Let Transformer Engine's modules compute the layers, in its own region only."""
         settings = self.precisions.recipes[0]
-        multiple = required_multiple(settings.recipe)
+        multiple = required_multiple(settings.fp8_recipe)
         te_modules = build_te_modules(self._stages, self._choices, lambda name: multiple)
         products = [
             (module, gemm + i)
@@ -230,7 +230,7 @@ class Fp8Feature(TrainingFeature):
         """
         precisions = choose_precisions(settings, source)
         if precisions is not None and settings.kernels == "te":
-            check_te_shapes(precisions, source.config, settings.tp)
+            check_te_shapes(precisions, source.config, settings.parallel.tp)
 
     @classmethod
     def estimate_memory(
@@ -252,7 +252,7 @@ class Fp8Feature(TrainingFeature):
                 raise _fp16_error()
             require_products(torch.device(device))
             if settings.kernels == "te":
-                require_recipe(precisions.recipes[0].recipe)
+                require_recipe(precisions.recipes[0].fp8_recipe)
         return {}
 
     @classmethod
@@ -270,13 +270,13 @@ class Fp8Feature(TrainingFeature):
         if precisions is None:
             return None
         feature = cls(stages, precisions, stages[0].groups, excluded_kinds(settings))
-        feature.param_gather = settings.fp8_param_gather
+        feature.param_gather = settings.fp8.fp8_param_gather
         return feature
 
     @classmethod
     def identity(cls, settings: TrainConfig) -> Mapping[str, Any]:
         """A digest of the rules that choose the precision of modules."""
-        file = settings.te_precision_config_file
+        file = settings.fp8.te_precision_config_file
         digest = None if file is None else sha256(read_recipe_text(file)[1]).hexdigest()
         return {"te_precision_config_file": digest}
 
@@ -286,13 +286,13 @@ class Fp8Feature(TrainingFeature):
         if settings is None:
             return {}
         return {
-            "fp8": settings.format,
-            "fp8_recipe": settings.recipe,
-            "fp8_margin": settings.margin,
-            "fp8_amax_history_len": settings.amax_history_len,
-            "fp8_amax_compute_algo": settings.amax_compute_algo,
-            "num_layers_at_start_in_bf16": settings.start_in_bf16,
-            "num_layers_at_end_in_bf16": settings.end_in_bf16,
+            "fp8": settings.fp8_format,
+            "fp8_recipe": settings.fp8_recipe,
+            "fp8_margin": settings.fp8_margin,
+            "fp8_amax_history_len": settings.fp8_amax_history_len,
+            "fp8_amax_compute_algo": settings.fp8_amax_compute_algo,
+            "num_layers_at_start_in_bf16": settings.num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": settings.num_layers_at_end_in_bf16,
             "fp8_param_gather": self.param_gather,
         }
 
@@ -303,7 +303,7 @@ class Fp8Feature(TrainingFeature):
 
     def describe(self) -> str:
         """A sentence on what is computed in FP8, and how."""
-        recipes = " and ".join(f"{c.recipe}, {c.format}" for c in self.precisions.recipes)
+        recipes = " and ".join(f"{c.fp8_recipe}, {c.fp8_format}" for c in self.precisions.recipes)
         te = "; Transformer Engine is installed but not used (--kernels te)"
         is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
         experts = [c for c in self._choices if c.module is None and ".experts." in c.owner]
@@ -327,7 +327,8 @@ class Fp8Feature(TrainingFeature):
             return "computed by Transformer Engine"
         if self.groups.device.type == "cpu":
             return "rounded to FP8 and multiplied as float32 (the numbers of FP8, not its speed)"
-        kinds = {describe_arithmetic(c.recipe, self.groups.device) for c in self.precisions.recipes}
+        device, recipes = self.groups.device, self.precisions.recipes
+        kinds = {describe_arithmetic(config.fp8_recipe, device) for config in recipes}
         return " or ".join(sorted(kinds))
 
     @property
@@ -375,7 +376,7 @@ class Fp8Feature(TrainingFeature):
 
     @property
     def _delayed_members(self) -> list[_Member]:
-        return [m for m in self._members if m.settings.recipe == "delayed"]
+        return [m for m in self._members if m.settings.fp8_recipe == "delayed"]
 
     def load_objects(self, catalogue: Catalogue) -> int:
         """Take the states of a checkpoint of any layout; returns how many there were.
@@ -409,7 +410,7 @@ class Fp8Feature(TrainingFeature):
                         file=file,
                         tensor=site.module,
                     )
-                state = resize_history(state, member.settings.amax_history_len)
+                state = resize_history(state, member.settings.fp8_amax_history_len)
                 self.histories.load(
                     member.first + i,
                     {n: torch.from_numpy(np.array(a)) for n, a in state.tensors.items()},
@@ -423,11 +424,11 @@ class Fp8Feature(TrainingFeature):
         rule = ScalingRule(
             max_fwd=forward,
             max_bwd=backward,
-            margin=settings.margin,
-            algorithm=settings.amax_compute_algo,
+            margin=settings.fp8_margin,
+            algorithm=settings.fp8_amax_compute_algo,
         )
         facts = {
-            "recipe": make_delayed_recipe(rule, settings.amax_history_len),
+            "recipe": make_delayed_recipe(rule, settings.fp8_amax_history_len),
             EXTRA_VARIABLES: {
                 "fp8_checkpoint": True,
                 "fp8_max_fwd": forward,
@@ -442,9 +443,10 @@ def _fp16_error() -> UsageError:
     return UsageError("FP8 and fp16 exclude each other", hint="train in bf16 or fp32 with FP8")
 
 
-def describe_arithmetic(recipe: Recipe, device: torch.device) -> str:
+def describe_arithmetic(recipe: Recipe | None, device: torch.device) -> str:
     """How the dense products of a recipe are computed on a device."""
-    block = {"blockwise": (1, BLOCK), "mxfp8": (1, MX_BLOCK)}.get(recipe, (0, 0))
+    blocks: dict[str | None, tuple[int, int]] = {"blockwise": (1, BLOCK), "mxfp8": (1, MX_BLOCK)}
+    block = blocks.get(recipe, (0, 0))
     data = torch.empty(0, 0, dtype=torch.float8_e4m3fn, device=device)
     operand = Quantized(data=data, scale_inv=torch.empty((), device=device), block=block)
     if dense_arithmetic(operand, operand) == "fp8":
@@ -471,7 +473,7 @@ def check_te_shapes(precisions: ModulePrecisions, config: ModelConfig, tp: int) 
                 shape = out // tp, inner
             elif isinstance(module, RowLinear):
                 shape = out, inner // tp
-            check_sides(shape, required_multiple(fp8.recipe), f"decoder.layers.{n}.{name}")
+            check_sides(shape, required_multiple(fp8.fp8_recipe), f"decoder.layers.{n}.{name}")
 
 
 def mark_fp8_weights(
@@ -479,7 +481,7 @@ def mark_fp8_weights(
 ) -> None:
     """Mark the weights of stages, which may be without memory, that --fp8-param-gather keeps as FP8
     alone."""
-    precisions = choose_precisions(settings, source) if settings.fp8_param_gather else None
+    precisions = choose_precisions(settings, source) if settings.fp8.fp8_param_gather else None
     if precisions is None:
         return
     for stage in stages:
@@ -492,8 +494,8 @@ def mark_fp8_weights(
 
 def _mark(module: Fp8Linear, config: Fp8Config) -> None:
     """Mark a weight that can be FP8 alone: MXFP8 needs two roundings of it."""
-    if config.recipe != "mxfp8":
-        block = (BLOCK, BLOCK) if config.recipe == "blockwise" else (0, 0)
+    if config.fp8_recipe != "mxfp8":
+        block = (BLOCK, BLOCK) if config.fp8_recipe == "blockwise" else (0, 0)
         mark_for_gather(module.weight, block)
 
 
@@ -504,7 +506,7 @@ def describe_precisions(settings: TrainConfig, source: CheckpointSource) -> dict
     Raises:
         RecipeError: the recipe is not valid.
     """
-    if settings.te_precision_config_file is None:
+    if settings.fp8.te_precision_config_file is None:
         return {}
     precisions = choose_precisions(settings, source)
     config = replace(source.config, num_mtp_layers=0)

@@ -87,14 +87,14 @@ class LoraFeature(FrozenModelFeature):
     @classmethod
     def freezes_model(cls, settings: TrainConfig) -> bool:
         """Adapters alone are trained."""
-        return settings.lora_rank is not None
+        return settings.lora.lora_rank is not None
 
     @classmethod
     def identity(cls, settings: TrainConfig) -> Mapping[str, Any]:
         """Rank, layers and scale of the adapters."""
         lora = make_lora_settings(settings)
         return {
-            "lora_rank": settings.lora_rank,
+            "lora_rank": settings.lora.lora_rank,
             "lora_target": None if lora is None else sorted(lora.roles),
             "lora_alpha": None if lora is None else lora.alpha,
         }
@@ -133,14 +133,14 @@ def make_lora_settings(settings: TrainConfig) -> LoraSettings | None:
     Raises:
         UsageError: there is no such role.
     """
-    rank = settings.lora_rank
+    rank = settings.lora.lora_rank
     if rank is None:
         return None
     return LoraSettings(
         rank=rank,
-        alpha=2.0 * rank if settings.lora_alpha is None else settings.lora_alpha,
-        dropout=settings.lora_dropout,
-        roles=tuple(dict.fromkeys(role.strip() for role in settings.lora_target.split(","))),
+        alpha=2.0 * rank if settings.lora.lora_alpha is None else settings.lora.lora_alpha,
+        dropout=settings.lora.lora_dropout,
+        roles=tuple(dict.fromkeys(role.strip() for role in settings.lora.lora_target.split(","))),
         seed=settings.seed,
     )
 

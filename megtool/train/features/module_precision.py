@@ -60,22 +60,10 @@ class ModulePrecisions:
 
 
 def make_fp8_config(settings: TrainConfig) -> Fp8Config | None:
-    """The FP8 recipe that options ask for; None if they do not.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
-    if settings.fp8_recipe is None:
+    """Return the FP8 recipe of modules unless rules choose theirs; None if options ask for none."""
+    if settings.fp8.fp8_recipe is None:
         return None
-    return Fp8Config(
-        recipe=settings.fp8_recipe,
-        format=settings.fp8_format,
-        amax_history_len=settings.fp8_amax_history_len,
-        amax_compute_algo=settings.fp8_amax_compute_algo,
-        margin=settings.fp8_margin,
-        start_in_bf16=settings.num_layers_at_start_in_bf16,
-        end_in_bf16=settings.num_layers_at_end_in_bf16,
-    )
+    return replace(settings.fp8, te_precision_config_file=None, fp8_param_gather=False)
 
 
 def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
@@ -84,11 +72,11 @@ def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
     Raises:
         UsageError: there are none.
     """
-    layers = range(settings.start_in_bf16, num_layers - settings.end_in_bf16)
+    first, last = settings.num_layers_at_start_in_bf16, settings.num_layers_at_end_in_bf16
+    layers = range(first, num_layers - last)
     if not layers:
         raise UsageError(
-            f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without FP8, "
-            f"and the model has {num_layers}",
+            f"{first} first and {last} last layers without FP8, and the model has {num_layers}",
             hint="lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16",
         )
     return layers
@@ -113,7 +101,7 @@ def choose_precisions(
         UsageError: a value is out of its range, or no layer is left.
     """
     default = make_fp8_config(settings)
-    file = settings.te_precision_config_file
+    file = settings.fp8.te_precision_config_file
     if file is None or source is None:
         if default is None:
             return None
@@ -208,15 +196,17 @@ def _megatron_precision(config: Mapping[str, Any], base: Fp8Config | None) -> Fp
     if recipe is None:
         return None
     kind = training.get("fp8_format") or "e4m3"
-    return Fp8Config(recipe=cast("Recipe", recipe), format=cast("Format", kind))
+    return Fp8Config(fp8_recipe=cast("Recipe", recipe), fp8_format=cast("Format", kind))
 
 
 def _own_precision(algo: str, precision: Fp8Config | None, default: Fp8Config | None) -> Fp8Config:
     """What a format of `quantize`'s recipes makes of a module."""
     recipe, base = _RECIPES[algo], precision or default
-    if recipe == "tensorwise" and base is not None and base.recipe in _ONE_SCALE:
+    if recipe == "tensorwise" and base is not None and base.fp8_recipe in _ONE_SCALE:
         return base
-    return Fp8Config(recipe=recipe, format=base.format if base is not None else "hybrid")
+    return Fp8Config(
+        fp8_recipe=recipe, fp8_format=base.fp8_format if base is not None else "hybrid"
+    )
 
 
 def summarize_precisions(
@@ -228,7 +218,7 @@ def summarize_precisions(
         match = _LAYER.fullmatch(name)
         if match is not None:
             config = precisions.of(name)
-            label = BF16 if config is None else f"FP8 {config.recipe}, {config.format}"
+            label = BF16 if config is None else f"FP8 {config.fp8_recipe}, {config.fp8_format}"
             layers[match[2].replace("experts.experts.", "experts."), label].append(int(match[1]))
     return [
         (f"layers {layer_ranges(numbers)}: {module}", label)

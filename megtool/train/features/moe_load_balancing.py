@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.megatron_state.saved_objects import saved_args
-from megtool.model.moe.aux_loss import Balance, BalanceSettings, moved_bias
+from megtool.model.loss_options import LossOptions
+from megtool.model.moe.aux_loss import Balance, moved_bias
 from megtool.model.moe.router import Router
 from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.collectives import all_max, all_sum
@@ -27,32 +29,25 @@ if TYPE_CHECKING:
 _KINDS = ("aux_loss", "seq_aux_loss", "none")
 
 
-def make_balance_settings(
-    settings: TrainConfig, config: ModelConfig, args: Mapping[str, Any]
-) -> BalanceSettings | None:
-    """The router losses and bias updates that options ask for; None if they do not.
+def choose_router_losses(
+    losses: LossOptions, config: ModelConfig, args: Mapping[str, Any]
+) -> LossOptions | None:
+    """Return the router losses and bias updates that options ask for; None if they do not.
 
     With `--moe-losses-from-checkpoint`, coefficients that are not given come from the checkpoint:
     from Megatron's `args`, or from the keys of its Hugging Face config. They are used as they are.
     transformers' own loss, of all layers at once, is larger by the number of experts per token.
 
     Raises:
-        UsageError: the model has no experts, or no expert bias.
+        UsageError: the model has no experts, or the checkpoint no losses.
     """
-    values: dict[str, Any] = {
-        "kind": settings.moe_router_load_balancing_type,
-        "aux_coeff": settings.moe_aux_loss_coeff,
-        "z_coeff": settings.moe_z_loss_coeff,
-        "bias_rate": settings.moe_router_bias_update_rate,
-    }
-    if settings.moe_losses_from_checkpoint:
-        for name, value in _read_checkpoint_losses(config, args, values).items():
-            values[name] = values[name] or value
-    if values["kind"] is None:
-        values["kind"] = "aux_loss"
-    balance = BalanceSettings(**values)
-    if not (balance.has_losses or balance.bias_rate):
-        if settings.moe_losses_from_checkpoint:
+    stored: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss"}
+    if losses.moe_losses_from_checkpoint:
+        stored |= _read_checkpoint_losses(config, args, losses)
+    missing = {name: value for name, value in stored.items() if not getattr(losses, name)}
+    chosen = replace(losses, **missing, moe_losses_from_checkpoint=False)
+    if not (chosen.has_router_losses or chosen.moe_router_bias_update_rate):
+        if losses.moe_losses_from_checkpoint:
             raise UsageError(
                 "--moe-losses-from-checkpoint, and the checkpoint has none",
                 hint="--moe-aux-loss-coeff X, --moe-z-loss-coeff X",
@@ -60,11 +55,11 @@ def make_balance_settings(
         return None
     if not config.moe_layers:
         raise UsageError("a model without experts has no router losses")
-    return balance
+    return chosen
 
 
 def _read_checkpoint_losses(
-    config: ModelConfig, args: Mapping[str, Any], explicit: Mapping[str, Any]
+    config: ModelConfig, args: Mapping[str, Any], explicit: LossOptions
 ) -> dict[str, Any]:
     """The router losses that a checkpoint was trained with; `explicit` are those of options.
 
@@ -73,33 +68,33 @@ def _read_checkpoint_losses(
     """
     extra = config.extra
     stored: dict[str, Any] = {
-        "aux_coeff": args.get(
+        "moe_aux_loss_coeff": args.get(
             "moe_aux_loss_coeff", extra.get("router_aux_loss_coef", extra.get("aux_loss_alpha"))
         ),
-        "z_coeff": args.get("moe_z_loss_coeff", extra.get("router_z_loss_coef")),
+        "moe_z_loss_coeff": args.get("moe_z_loss_coeff", extra.get("router_z_loss_coef")),
     }
     kind = args.get("moe_router_load_balancing_type")
-    if explicit["kind"] is not None or explicit["aux_coeff"]:
+    if explicit.moe_router_load_balancing_type is not None or explicit.moe_aux_loss_coeff:
         kind = kind if kind in _KINDS[:2] else None
-    elif stored["aux_coeff"] and (
-        isinstance(stored["aux_coeff"], list) or (kind is not None and kind not in _KINDS)
+    elif stored["moe_aux_loss_coeff"] and (
+        isinstance(stored["moe_aux_loss_coeff"], list) or (kind is not None and kind not in _KINDS)
     ):
         raise UsageError(
             f"--moe-losses-from-checkpoint, and the checkpoint has {kind!r} with coefficient "
-            f"{stored['aux_coeff']}",
+            f"{stored['moe_aux_loss_coeff']}",
             hint="--moe-aux-loss-coeff X --moe-router-load-balancing-type aux_loss",
         )
     if kind is None and extra.get("seq_aux"):
         kind = "seq_aux_loss"
     out: dict[str, Any] = {n: float(v) for n, v in stored.items() if isinstance(v, int | float)}
-    return out | ({"kind": kind} if kind in _KINDS else {})
+    return out | ({"moe_router_load_balancing_type": kind} if kind in _KINDS else {})
 
 
 class MoeLoadBalancingFeature(TrainingFeature):
     """Adds losses, counts and bias updates to the routers of this rank's stages."""
 
     def __init__(
-        self, stages: Sequence[Decoder], settings: BalanceSettings, num_microbatches: int
+        self, stages: Sequence[Decoder], settings: LossOptions, num_microbatches: int
     ) -> None:
         self.settings, self.num_microbatches = settings, num_microbatches
         self.groups = stages[0].groups
@@ -121,9 +116,9 @@ class MoeLoadBalancingFeature(TrainingFeature):
         """Check that the model has what options ask for.
 
         Raises:
-            UsageError: see `make_balance_settings`.
+            UsageError: see `choose_router_losses`.
         """
-        make_balance_settings(settings, source.config, saved_args(source.catalogue))
+        choose_router_losses(settings.losses, source.config, saved_args(source.catalogue))
 
     @classmethod
     def prepare(
@@ -131,17 +126,19 @@ class MoeLoadBalancingFeature(TrainingFeature):
     ) -> Self | None:
         """Give the routers their losses."""
         args = {} if inputs.source is None else saved_args(inputs.source.catalogue)
-        balance = make_balance_settings(settings, stages[0].config, args)
+        balance = choose_router_losses(settings.losses, stages[0].config, args)
         return None if balance is None else cls(stages, balance, inputs.num_microbatches)
 
     def megatron_args(self) -> dict[str, Any]:
         """Megatron's args of the router losses."""
         settings = self.settings
         values = {
-            "moe_aux_loss_coeff": settings.aux_coeff,
-            "moe_router_load_balancing_type": settings.kind if settings.aux_coeff else None,
-            "moe_z_loss_coeff": settings.z_coeff,
-            "moe_router_bias_update_rate": settings.bias_rate,
+            "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
+            "moe_router_load_balancing_type": (
+                settings.moe_router_load_balancing_type if settings.moe_aux_loss_coeff else None
+            ),
+            "moe_z_loss_coeff": settings.moe_z_loss_coeff,
+            "moe_router_bias_update_rate": settings.moe_router_bias_update_rate,
         }
         return {name: value for name, value in values.items() if value}
 
@@ -179,17 +176,23 @@ class MoeLoadBalancingFeature(TrainingFeature):
             loads = all_sum(all_sum(loads, groups.tp), groups.replicas)
             shares = loads / loads.mean(1, keepdim=True).clamp(min=1)
             extremes = torch.stack((shares.max(), -shares.min()))
-            if self.settings.bias_rate:
+            if self.settings.moe_router_bias_update_rate:
                 for (router, _), load_E in zip(self._routers, loads, strict=True):
                     if router.expert_bias is not None:
                         moved = moved_bias(
-                            router.expert_bias, load_E.float(), self.settings.bias_rate
+                            router.expert_bias,
+                            load_E.float(),
+                            self.settings.moe_router_bias_update_rate,
                         )
                         router.expert_bias.copy_(moved)
         extremes = all_max(extremes, groups.pp)
         aux, z, passes = sums.tolist()
         line = {"max_expert_load": float(extremes[0]), "min_expert_load": -float(extremes[1])}
-        if self.settings.has_losses:
-            name = "seq_aux_loss" if self.settings.kind == "seq_aux_loss" else "aux_loss"
+        if self.settings.has_router_losses:
+            name = (
+                "seq_aux_loss"
+                if self.settings.moe_router_load_balancing_type == "seq_aux_loss"
+                else "aux_loss"
+            )
             line |= {name: aux / max(passes, 1), "z_loss": z / max(passes, 1)}
         return line

@@ -45,7 +45,7 @@ class MtpFeature(TrainingFeature):
     def add_parameters(cls, settings: TrainConfig, stages: Sequence[Decoder]) -> None:
         """Freeze the layers if options leave them as they are."""
         for stage in stages:
-            if stage.mtp is not None and not settings.mtp_loss_scaling_factor:
+            if stage.mtp is not None and not settings.losses.mtp_loss_scaling_factor:
                 stage.mtp.requires_grad_(False)
 
     @classmethod
@@ -56,7 +56,7 @@ class MtpFeature(TrainingFeature):
         if not stages[0].config.num_mtp_layers:
             return None
         cls.add_parameters(settings, stages)
-        return cls(stages, settings.mtp_loss_scaling_factor)
+        return cls(stages, settings.losses.mtp_loss_scaling_factor)
 
     def megatron_args(self) -> dict[str, Any]:
         """Megatron's arg of the weight, if it trains such layers."""

@@ -31,7 +31,7 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.hook_locations import tapped
 from megtool.model.stacks.lora import adapters_of, merged_weight
 from megtool.options.effects import without_effect
-from megtool.options.groups import RuntimeOptions, SourceOptions
+from megtool.options.groups import RuntimeOptions
 from megtool.options.layout import ParallelConfig
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.learned_scales import BLOCK
@@ -302,13 +302,13 @@ def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> Quantize
         UsageError: optimizer state is to be in buckets, for whose parameters checkpoints with
             quantizers have other names.
     """
-    if settings.dist_ckpt_optim_format == "dp_reshardable" and settings.lora_rank is None:
+    if settings.dist_ckpt_optim_format == "dp_reshardable" and settings.lora.lora_rank is None:
         raise UsageError(
             "--dist-ckpt-optim-format dp_reshardable does not go with --qat source: a checkpoint "
             "with quantizers has gate and up apart, and buckets have them together",
             hint="leave it out: fully_reshardable state loads at every layout",
         )
-    options = SourceOptions(family=settings.family, like=settings.like)
+    options = replace(settings.source, iteration=None)
     quantized = read_quantized_megatron(source.catalogue.root, options, fixed=True)
     if not any(d.format is not None for d in quantized.decisions):
         raise FormatError(
@@ -343,7 +343,11 @@ def make_qat_request(
     """
     path, calibration = source.path, settings.calibration
     decided = resolve_recipe(
-        path, recipe, iteration=settings.iteration, family=settings.family, like=settings.like
+        path,
+        recipe,
+        iteration=settings.source.iteration,
+        family=settings.source.family,
+        like=settings.source.like,
     )
     if decided.recipe.rotation is not None:
         raise without_effect(

@@ -63,14 +63,18 @@ def excluded_kinds(settings: TrainConfig) -> dict[TeKind, str]:
     """Modules that options of a run exclude, and why."""
     norms: tuple[TeKind, ...] = ("LayerNormLinear", "LayerNormMLP")
     reasons: list[tuple[bool, tuple[TeKind, ...], str]] = [
-        (settings.lora_rank is not None, norms, "LoRA reads what the norm gives"),
+        (settings.lora.lora_rank is not None, norms, "LoRA reads what the norm gives"),
         (settings.qat is not None, (*norms, "GroupedLinear"), "--qat rounds what is multiplied"),
         (
             settings.cuda_graph_impl != "none",
             (*norms, "GroupedLinear", "DotProductAttention"),
             "not captured as a CUDA graph",
         ),
-        (settings.is_fully_sharded, (*norms, "GroupedLinear"), "weights are sharded by torch"),
+        (
+            settings.sharding.is_fully_sharded,
+            (*norms, "GroupedLinear"),
+            "weights are sharded by torch",
+        ),
         (
             settings.attention_dropout > 0,
             ("DotProductAttention",),
@@ -188,7 +192,7 @@ class _Chooser:
         fp8 = self.precision(name)
         if why := self._refuse_common("GroupedLinear", [name], [module]):
             return why
-        multiple = 1 if fp8 is None else required_multiple(fp8.recipe)
+        multiple = 1 if fp8 is None else required_multiple(fp8.fp8_recipe)
         if any(side % multiple for side in module.weight.shape[1:]):
             return f"a side is no multiple of {multiple}"
         return ""

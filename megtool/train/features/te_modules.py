@@ -52,7 +52,7 @@ class TeFeature(TrainingFeature):
         if stages[0].groups.rank == 0:
             for layers, module in describe_te_run(settings, choices).items():
                 _LOG.info("--kernels te: %s: %s", layers, module)
-        return cls(stages, choices) if settings.fp8_recipe is None else None
+        return cls(stages, choices) if settings.fp8.fp8_recipe is None else None
 
     def remove(self) -> None:
         """Restore the layers."""
@@ -66,8 +66,8 @@ def describe_te_run(settings: TrainConfig, choices: Sequence[TeChoice]) -> dict[
         "muon": "FusedAdam, and own kernels for what Muon updates",
         "sgd": "own kernels (--optimizer sgd)",
     }
-    optimizer = optimizers[settings.optimizer]
-    if settings.optimizer_cpu_offload and settings.optimizer != "sgd":
+    optimizer = optimizers[settings.optimizer.optimizer]
+    if settings.optimizer.optimizer_cpu_offload and settings.optimizer.optimizer != "sgd":
         optimizer += "; torch's kernel for state on the CPU"
     return describe_te_choices(choices) | {"optimizer": optimizer}
 
@@ -80,7 +80,7 @@ def choose_for_run(
     if stages[0].config.num_decoder_layers:
         return []
     excluded = excluded_kinds(settings)
-    if settings.fp8_recipe is None:
+    if settings.fp8.fp8_recipe is None:
         return choose_te_modules(stages, excluded=excluded)
     precisions = choose_precisions(settings, source) if source is not None else None
     of = in_bf16 if precisions is None else precisions.of

@@ -61,11 +61,11 @@ def estimate_rank_memory(
             config,
             meta_groups(layout, stage),
             dtype=kind,
-            sequence_parallel=settings.sequence_parallel,
+            sequence_parallel=settings.parallel.sequence_parallel,
         )
         prepare(stages)
         measured = _measure_stages(stages, settings, layout, kind)
-        if settings.qlora:
+        if settings.lora.qlora:
             saved = PackedBase(source, stages).saved_bytes
             measured = replace(measured, weight_bytes=measured.weight_bytes - saved)
         estimates.append(measured)
@@ -136,11 +136,11 @@ def _measure_stages(
 ) -> RankMemory:
     parameters = [p for stage in stages for p in stage.parameters()]
     trained = [p for p in parameters if p.requires_grad]
-    moments = {"adam": 2, "sgd": 1, "muon": 1}[settings.optimizer]
-    each = moments * (2 if settings.exp_avg_dtype == "bf16" else 4)
-    if dtype != torch.float32 and not settings.is_fully_sharded:
-        each += 2 if settings.store_param_remainders else 4
-    is_sharded = settings.sharding_strategy != "no_shard"
+    moments = {"adam": 2, "sgd": 1, "muon": 1}[settings.optimizer.optimizer]
+    each = moments * (2 if settings.optimizer.exp_avg_dtype == "bf16" else 4)
+    if dtype != torch.float32 and not settings.sharding.is_fully_sharded:
+        each += 2 if settings.optimizer.store_param_remainders else 4
+    is_sharded = settings.sharding.sharding_strategy != "no_shard"
     optimizer = sum(
         p.numel() * each / (_num_shards(p, settings, layout) if is_sharded else 1) for p in trained
     )
@@ -148,9 +148,9 @@ def _measure_stages(
         p.numel() * (1 if marked_block(p) is not None and p.requires_grad else p.element_size())
         for p in parameters
     )
-    narrow = settings.grad_reduce_in_bf16
+    narrow = settings.optimizer.grad_reduce_in_bf16
     gradient_bytes = sum(p.numel() * (p.element_size() if narrow else 4) for p in trained)
-    if settings.is_fully_sharded:
+    if settings.sharding.is_fully_sharded:
         weight_bytes, gradient_bytes = _measure_shards(stages, settings, layout)
     return RankMemory(
         parameters=sum(p.numel() for p in parameters),
@@ -171,7 +171,7 @@ def _num_shards(p: nn.Parameter, settings: TrainConfig, layout: ParallelConfig) 
     """Ranks that optimizer state of a parameter is sharded over."""
     is_dense = getattr(p, "allreduce", True)
     replicas = layout.dp * layout.cp if is_dense else layout.expert_dp
-    return max(1, replicas // settings.num_distributed_optimizer_instances)
+    return max(1, replicas // settings.sharding.num_distributed_optimizer_instances)
 
 
 def _measure_shards(
@@ -196,5 +196,7 @@ def _measure_shards(
         gathered += units.pop(stage, 0)
         layers += list(units.values())
     largest = sorted(layers)[-2:]
-    gathered += sum(largest if settings.sharding_strategy == "optim_grads_params" else layers)
+    gathered += sum(
+        largest if settings.sharding.sharding_strategy == "optim_grads_params" else layers
+    )
     return round(weights) + gathered, round(gradients) + (largest[-1] if largest else 0)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from megtool.errors import LayoutError, UsageError
+from megtool.model.loss_options import LossOptions
+from megtool.optim.config import DATA_PARALLEL, MEMORY, OPTIMIZER, PRECISION, OptimizerConfig
+from megtool.optim.fp8.config import Fp8Config
 from megtool.options.effects import check_effects, excludes, requires, unused_with
-from megtool.options.field import LAYOUT, OptionCondition, layout_size, option
+from megtool.options.field import LAYOUT, OptionCondition, group, option
 from megtool.options.groups import (
     INPUT,
     RUNNING,
-    ContextParallelOptions,
     SourceOptions,
     TokenizerOptions,
 )
@@ -21,16 +23,13 @@ from megtool.options.layout import ParallelConfig
 from megtool.train.options.data import RowBuildingOptions
 from megtool.train.options.data_parallel import DataParallelOptions
 from megtool.train.options.eagle import EagleOptions
-from megtool.train.options.fp8 import PRECISION, Fp8Options
+from megtool.train.options.layout import TrainLayoutOptions
 from megtool.train.options.lora import LoraOptions
-from megtool.train.options.loss import FurtherLossOptions
 from megtool.train.options.model_facts import HAS_TOKENS, IS_DECODER
-from megtool.train.options.optimizer import OptimizerOptions
 from megtool.train.options.overlap import OverlapOptions
 from megtool.train.options.profile import ProfileOptions
 
 TRAINING = "Training"
-MEMORY = "Memory"
 CHECKPOINTS, EVALUATION = "Checkpoints", "Evaluation and logs"
 QAT = "Quantization-aware training and distillation"
 
@@ -49,20 +48,7 @@ _NOT_FP8_BY_TE = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(
-    Fp8Options,
-    OptimizerOptions,
-    DataParallelOptions,
-    OverlapOptions,
-    FurtherLossOptions,
-    LoraOptions,
-    EagleOptions,
-    ProfileOptions,
-    ContextParallelOptions,
-    RowBuildingOptions,
-    SourceOptions,
-    TokenizerOptions,
-):
+class TrainConfig(TokenizerOptions):
     """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
     None stands for the default, which each option's help describes. The command line, YAML files
@@ -73,6 +59,11 @@ class TrainConfig(
         LayoutError: the parallel sizes do not fit each other.
     """
 
+    panels: ClassVar = (
+        *(INPUT, TRAINING, PRECISION, MEMORY, LAYOUT, RUNNING, CHECKPOINTS, EVALUATION, QAT),
+        *(OPTIMIZER, DATA_PARALLEL),
+    )
+    extra_needs: ClassVar = {IS_DECODER: ("fp8_recipe",)}
     rivals: ClassVar = (
         ("train_iters", "epochs"),
         ("lr_warmup_iters", "lr_warmup_fraction"),
@@ -176,38 +167,6 @@ class TrainConfig(
     bf16: bool | None = option(PRECISION, "Train in bfloat16; default on a GPU.")
     fp16: bool | None = option(PRECISION, "Train in float16, with a loss scale.")
     fp32: bool | None = option(PRECISION, "Train in float32; default on a CPU.")
-    loss_scale: float | None = option(
-        PRECISION,
-        "A constant loss scale; default: dynamic.",
-        metavar="X",
-        needs=(requires("fp16"),),
-    )
-    initial_loss_scale: float = option(
-        PRECISION, "Initial dynamic loss scale.", 65536.0, metavar="X", minimum=1
-    )
-    min_loss_scale: float = option(PRECISION, "Minimum dynamic loss scale.", 1.0, metavar="X")
-    loss_scale_window: int = option(
-        PRECISION,
-        "Steps without overflow until the loss scale doubles.",
-        1000,
-        metavar="N",
-        minimum=1,
-    )
-    hysteresis: int = option(
-        PRECISION, "Overflows until the loss scale halves.", 2, metavar="N", minimum=1
-    )
-    grad_reduce_in_bf16: bool = option(
-        PRECISION, "Reduce gradients in the model's dtype instead of float32.", False
-    )
-    store_param_remainders: bool = option(
-        PRECISION,
-        "Store only the low 16 bits of master weights; the weights are the high ones.",
-        False,
-        needs=excludes({"fp16": "the high bits are bf16", "fp32": "the high bits are bf16"}),
-    )
-    exp_avg_dtype: Literal["fp32", "bf16"] = option(
-        PRECISION, "Dtype of the optimizer's moments.", "fp32"
-    )
     # ---- Memory and overlap
     recompute_granularity: Literal["full", "selective"] | None = option(
         MEMORY,
@@ -221,20 +180,8 @@ class TrainConfig(
         minimum=1,
         needs=(requires("recompute_granularity"),),
     )
-    gradient_accumulation_fusion: bool = option(
-        MEMORY, "Add products straight to the sums of weights' gradients.", True
-    )
-    optimizer_cpu_offload: bool = option(
-        MEMORY, "Keep and update optimizer state on the CPU; all of it without a fraction.", False
-    )
-    optimizer_offload_fraction: float = option(
-        MEMORY,
-        "Fraction of optimizer state kept on the CPU.",
-        0.0,
-        metavar="X",
-        minimum=0,
-        maximum=1,
-    )
+    sharding: DataParallelOptions = group(DataParallelOptions)
+    optimizer: OptimizerConfig = group(OptimizerConfig)
     cuda_graph_impl: Literal["none", "local"] = option(
         MEMORY,
         "local: on a GPU, replay the forward and backward passes of each micro batch as one CUDA "
@@ -257,28 +204,7 @@ class TrainConfig(
         ),
     )
     # ---- Parallel layout
-    tp: int = layout_size("tp", 1, note=", started by torchrun")
-    pp: int = layout_size("pp", 1)
-    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
-    vpp: int | None = layout_size("vpp")
-    ep: int = layout_size("ep", 1)
-    etp: int | None = layout_size("etp")
-    cp: int = layout_size("cp", 1, alias="--context-parallel-size")
-    dp: int | None = layout_size("dp", note="; default: all remaining processes")
-    sequence_parallel: bool = option(
-        LAYOUT, "Split tokens over the --tp ranks between layers.", False
-    )
-    first_stage_layers: int | None = option(
-        LAYOUT, "Layers of the first pipeline stage.", minimum=1
-    )
-    last_stage_layers: int | None = option(LAYOUT, "Layers of the last pipeline stage.", minimum=1)
-    account_for_embedding: bool = option(LAYOUT, "Count the embedding as a layer.", False)
-    account_for_loss: bool = option(LAYOUT, "Count the loss as a layer.", False)
-    pipeline_layout: str | None = option(
-        LAYOUT,
-        "Layers of every stage in Megatron's notation, such as Et*3|(tt|)*29L.",
-        metavar="TEXT",
-    )
+    parallel: TrainLayoutOptions = group(TrainLayoutOptions)
     # ---- Running
     device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.")
     kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
@@ -399,6 +325,16 @@ class TrainConfig(
         needs=(requires("distill_hidden_weight"),),
     )
 
+    # ---- Groups of single features
+    fp8: Fp8Config = group(Fp8Config)
+    overlap: OverlapOptions = group(OverlapOptions)
+    losses: LossOptions = group(LossOptions)
+    lora: LoraOptions = group(LoraOptions)
+    eagle: EagleOptions = group(EagleOptions)
+    profile: ProfileOptions = group(ProfileOptions)
+    rows: RowBuildingOptions = group(RowBuildingOptions)
+    source: SourceOptions = group(SourceOptions)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_effects(self)
@@ -409,14 +345,12 @@ class TrainConfig(
     @property
     def layout(self) -> ParallelConfig:
         """The parallel layout; `dp` 0 is replaced by what fills the processes."""
-        given = {f.name: getattr(self, f.name, None) for f in fields(ParallelConfig)}
-        given |= self.context_layout
-        return ParallelConfig(**{n: v for n, v in given.items() if v is not None})
+        return self.parallel.layout
 
     @property
     def is_packed(self) -> bool:
         """Whether a row holds several texts."""
-        return self.eagle is None if self.packing is None else self.packing
+        return self.eagle.eagle is None if self.packing is None else self.packing
 
     @property
     def keeps_quantizers(self) -> bool:
@@ -458,7 +392,7 @@ def _check_batch(s: TrainConfig) -> None:
 def _check_head(s: TrainConfig) -> None:
     """Check that ranks of a run with a draft head have whole models and rows."""
     sizes = {axis: getattr(s.layout, axis) for axis in ("tp", "pp", "cp")}
-    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size > 1 and s.eagle]:
+    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size > 1 and s.eagle.eagle]:
         raise LayoutError(
             f"--eagle at {', '.join(wrong)}: each process has whole states and logits",
             hint="--tp 1 --pp 1 --cp 1; --dp splits the rows",

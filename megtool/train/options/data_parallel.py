@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from megtool.optim.config import DATA_PARALLEL, shares_out_state
 from megtool.options.effects import excludes
 from megtool.options.field import OptionCondition, Options, option
-
-DATA_PARALLEL = "Data parallelism"
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FULLY_SHARDED = ("optim_grads", "optim_grads_params")
@@ -47,20 +46,10 @@ _IS_THE_STRATEGY = OptionCondition(
     is_conflict=True,
 )
 _IS_SHARDED = OptionCondition(
-    holds=lambda options, facts: (
-        options.data_parallel_sharding_strategy != "no_shard"
-        and options.use_distributed_optimizer is not False
-    ),
+    holds=shares_out_state,
     reason="{has} no effect without sharded optimizer state",
     hint="--data-parallel-sharding-strategy optim",
 )
-GATHERS_PARAMETERS = replace(
-    _IS_SHARDED,
-    reason="and replicas that share out nothing exclude each other",
-    hint="--use-distributed-optimizer",
-    is_conflict=True,
-)
-"""The condition of parameters that are gathered from replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +77,6 @@ class DataParallelOptions(Options):
         metavar="N",
         minimum=1,
         needs=(_IS_SHARDED,),
-    )
-    overlap_grad_reduce: bool = option(
-        DATA_PARALLEL, "Reduce gradients during the backward pass.", False
-    )
-    overlap_param_gather: bool = option(
-        DATA_PARALLEL, "Gather parameters in forward passes.", False, needs=(GATHERS_PARAMETERS,)
-    )
-    ddp_bucket_size: int | None = option(
-        DATA_PARALLEL, "Elements in a gradient bucket.", metavar="N", minimum=1
-    )
-    ddp_pad_buckets_for_high_nccl_busbw: bool = option(
-        DATA_PARALLEL,
-        "Pad gradient buckets to multiples of 65536 elements, for many GPUs.",
-        False,
     )
 
     @property

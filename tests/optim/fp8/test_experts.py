@@ -69,7 +69,7 @@ def one_by_one(x: Tensor, w: Tensor, g: Tensor, scalings: list[Fp8Scaling]) -> t
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_expert_is_a_linear_layer(recipe: Recipe, multiple: int, dtype: torch.dtype) -> None:
     """With the layout of a GPU as well, and with delayed scaling over two steps."""
-    settings, experts = Fp8Config(recipe=recipe, amax_history_len=3), len(COUNTS)
+    settings, experts = Fp8Config(fp8_recipe=recipe, fp8_amax_history_len=3), len(COUNTS)
     histories = AmaxHistories(experts, settings, num_dense=0) if recipe == "delayed" else None
     alone = AmaxHistories(experts, settings) if recipe == "delayed" else None
     scaling = make_expert_scaling(settings, experts, "cpu", histories=histories)
@@ -93,7 +93,7 @@ def test_every_expert_is_a_linear_layer(recipe: Recipe, multiple: int, dtype: to
 
 
 def test_an_expert_that_was_never_given_rows_is_scaled_by_its_own() -> None:
-    settings = Fp8Config(recipe="delayed", amax_history_len=2)
+    settings = Fp8Config(fp8_recipe="delayed", fp8_amax_history_len=2)
     histories = AmaxHistories(4, settings, num_dense=0)
     scaling = make_expert_scaling(settings, 4, "cpu", histories=histories)
     x, w, g = tensors(0, torch.float32)
@@ -133,7 +133,7 @@ def test_the_bias_of_experts_is_added() -> None:
         linear.weight.copy_(w)
         linear.bias.copy_(torch.arange(4.0).view(-1, 1).expand(4, 24))
     counts_E = torch.tensor(COUNTS)
-    scaling = make_expert_scaling(Fp8Config(recipe="tensorwise"), 4, "cpu")
+    scaling = make_expert_scaling(Fp8Config(fp8_recipe="tensorwise"), 4, "cpu")
     linear.product = partial(expert_linear, scaling=scaling)
     y = linear(x, counts_E)
     ids = torch.arange(4.0).repeat_interleave(counts_E)

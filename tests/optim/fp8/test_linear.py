@@ -25,7 +25,7 @@ MOST = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m
 
 def made(settings: Fp8Config, device: str = "cpu") -> tuple[Fp8Scaling, AmaxHistories | None]:
     """The scaling of one linear layer, and its history."""
-    histories = AmaxHistories(1, settings, device) if settings.recipe == "delayed" else None
+    histories = AmaxHistories(1, settings, device) if settings.fp8_recipe == "delayed" else None
     return make_scaling(settings, histories=histories), histories
 
 
@@ -97,7 +97,7 @@ def test_all_three_products_are_the_recipes(
     shape: tuple[int, int, int], recipe: Recipe, format: Any, dtype: torch.dtype
 ) -> None:
     """In the second step the delayed recipe uses what the first has seen."""
-    settings = Fp8Config(recipe=recipe, format=format, amax_history_len=4)
+    settings = Fp8Config(fp8_recipe=recipe, fp8_format=format, fp8_amax_history_len=4)
     scaling, histories = made(settings)
     kind = "e5m2" if format == "hybrid" else "e4m3"
     amaxes = None
@@ -120,7 +120,7 @@ def test_all_three_products_are_the_recipes(
 def test_the_error_is_that_of_eight_bits(recipe: Recipe) -> None:
     """Relative errors of sums are near 2^-4 / sqrt(3) for e4m3's three bits; gradients have two."""
     x, w, g = tensors(0, 256, 256, 256, torch.float32)
-    scaling, _ = made(Fp8Config(recipe=recipe))
+    scaling, _ = made(Fp8Config(fp8_recipe=recipe))
     got = passed(x, w, g, scaling)
     exact = x @ w.T, g @ w, g.T @ x
     for ours, true, bound in zip(got, exact, (0.05, 0.08, 0.08), strict=True):
@@ -132,7 +132,7 @@ def test_the_error_is_that_of_eight_bits(recipe: Recipe) -> None:
 def test_what_is_saved_for_backward_is_bytes(recipe: Recipe) -> None:
     kept: list[Tensor] = []
     x, w, _ = tensors(0, 64, 128, 256, torch.bfloat16)
-    scaling, _ = made(Fp8Config(recipe=recipe))
+    scaling, _ = made(Fp8Config(fp8_recipe=recipe))
 
     def keep(t: Tensor) -> Tensor:
         kept.append(t)
@@ -146,7 +146,7 @@ def test_what_is_saved_for_backward_is_bytes(recipe: Recipe) -> None:
 
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     x, w, g = tensors(0, 8, 16, 24, torch.float32)
-    scaling, _ = made(Fp8Config(recipe="tensorwise"))
+    scaling, _ = made(Fp8Config(fp8_recipe="tensorwise"))
     want = passed(x, w, g, scaling)
     frozen, rows = w.clone(), x.clone().requires_grad_()
     fp8_product(rows, frozen, scaling).backward(g)
@@ -162,7 +162,7 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_leading_dimensions_stay(recipe: Recipe) -> None:
     x, w, g = tensors(0, 12, 16, 24, torch.float32)
-    scaling, _ = made(Fp8Config(recipe=recipe))
+    scaling, _ = made(Fp8Config(fp8_recipe=recipe))
     want = passed(x, w, g, scaling)
     got = passed(x.view(3, 4, 16), w, g.view(3, 4, 24), scaling)
     for ours, theirs in zip(got, want, strict=True):
@@ -173,7 +173,7 @@ def test_magnitudes_are_noted_in_training_alone_and_once_for_recomputed_rows() -
     x, w, g = tensors(0, 12, 16, 24, torch.float32)
     ends = []
     for again in (False, True):
-        scaling, histories = made(Fp8Config(amax_history_len=3))
+        scaling, histories = made(Fp8Config(fp8_amax_history_len=3, fp8_recipe="delayed"))
         assert histories is not None
         with torch.no_grad():
             fp8_product(x * 100, w, scaling)
@@ -192,7 +192,7 @@ def test_magnitudes_are_noted_in_training_alone_and_once_for_recomputed_rows() -
 
 def test_zeros_stay_zeros() -> None:
     for recipe in RECIPES:
-        scaling, _ = made(Fp8Config(recipe=recipe))
+        scaling, _ = made(Fp8Config(fp8_recipe=recipe))
         y, gx, gw = passed(torch.zeros(3, 16), torch.zeros(8, 16), torch.zeros(3, 8), scaling)
         assert not y.any()
         assert not gx.any()
@@ -205,7 +205,7 @@ def test_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("shape", [(7, 24, 40), (256, 512, 384)])
 def test_cuda_products_are_those_of_the_cpu(shape: tuple[int, int, int], recipe: Recipe) -> None:
     x, w, g = tensors(0, *shape, torch.bfloat16)
-    settings = Fp8Config(recipe=recipe)
+    settings = Fp8Config(fp8_recipe=recipe)
     here = passed(x, w, g, made(settings)[0])
     there = passed(x.cuda(), w.cuda(), g.cuda(), made(settings, "cuda")[0])
     for ours, theirs in zip(there, here, strict=True):
@@ -234,7 +234,9 @@ def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
 
     x, w, _ = tensors(0, 16, 32, 16, torch.float32)
     with use("torch"):
-        y = fp8_product(x.requires_grad_(), w.requires_grad_(), Noted(Fp8Config()))
+        y = fp8_product(
+            x.requires_grad_(), w.requires_grad_(), Noted(Fp8Config(fp8_recipe="delayed"))
+        )
     thread = threading.Thread(target=y.sum().backward)
     thread.start()
     thread.join()

@@ -56,25 +56,30 @@ def test_every_recipe_is_one_of_transformer_engines(
     recipe: Recipe, name: str, recipes: Any
 ) -> None:
     for kind in ("hybrid", "e4m3"):
-        made = make_te_recipe(Fp8Config(recipe=recipe, format=kind), recipes)
+        made = make_te_recipe(Fp8Config(fp8_recipe=recipe, fp8_format=kind), recipes)
         assert type(made) is getattr(recipes, name)
         assert made.fp8_format is recipes.Format[kind.upper()]
-        largest = Fp8Config(recipe=recipe, format=kind).largest
+        largest = Fp8Config(fp8_recipe=recipe, fp8_format=kind).largest
         assert (made.fp8_format.value.max_fwd, made.fp8_format.value.max_bwd) == largest
 
 
 def test_delayed_scaling_takes_every_setting(recipes: Any) -> None:
-    settings = Fp8Config(amax_history_len=7, amax_compute_algo="most_recent", margin=2)
+    settings = Fp8Config(
+        fp8_amax_history_len=7,
+        fp8_amax_compute_algo="most_recent",
+        fp8_margin=2,
+        fp8_recipe="delayed",
+    )
     for shared in (True, False):
         made = make_te_recipe(settings, recipes, reduce_amax=shared)
         assert (made.amax_history_len, made.amax_compute_algo) == (7, "most_recent")
         assert (made.margin, made.reduce_amax) == (2, shared)
-    usual = make_te_recipe(Fp8Config(), recipes)
+    usual = make_te_recipe(Fp8Config(fp8_recipe="delayed"), recipes)
     assert usual == recipes.DelayedScaling()
 
 
 def test_blocks_have_the_sizes_of_our_own(recipes: Any) -> None:
-    made = make_te_recipe(Fp8Config(recipe="blockwise"), recipes)
+    made = make_te_recipe(Fp8Config(fp8_recipe="blockwise"), recipes)
     sizes = made.x_block_scaling_dim, made.w_block_scaling_dim, made.grad_block_scaling_dim
     assert sizes == (1, 2, 1)
 
@@ -83,7 +88,7 @@ def test_blocks_have_the_sizes_of_our_own(recipes: Any) -> None:
 def test_a_missing_package_is_named_before_anything_is_changed() -> None:
     stage = whole("tied")
     with pytest.raises(MissingPackageError, match="not installed") as caught, use("te"):
-        Fp8Feature([stage], Fp8Config(), ProcessGroups.alone())
+        Fp8Feature([stage], Fp8Config(fp8_recipe="delayed"), ProcessGroups.alone())
     assert caught.value.hint == INSTALL
     assert all(getattr(m, "product", None) is None for m in stage.modules())
     assert "run" not in vars(stage)
@@ -94,7 +99,7 @@ def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:
     with pytest.raises(UsageError, match="48 x 32"):
         check_sides((48, 32), 32)
     config = MODELS["tied"]
-    settings = Fp8Config(recipe="mxfp8", start_in_bf16=1)
+    settings = Fp8Config(fp8_recipe="mxfp8", num_layers_at_start_in_bf16=1)
     assert required_multiple("mxfp8") == 32
     with pytest.raises(UsageError, match="multiples of 32") as caught:
         check_te_shapes(uniform_precisions(settings, config.num_layers), config, 1)

@@ -11,6 +11,7 @@ from megtool.model.batch import Batch
 from megtool.model.stacks.fully_shard import FullyShard
 from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.model.stacks.recompute import recompute
+from megtool.options.config_file import build_options
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_decoder
@@ -26,10 +27,10 @@ def family_steps(folder: Path, strategy: Any, steps: int = 3) -> list[float]:
     groups = ProcessGroups.start(ParallelConfig())
     source = open_decoder(folder, encoders=True, two_stacks=True)
     how = {"global_batch_size": ROWS * groups.dp.size, "bf16": True, "lr": 1e-3}
-    settings = TrainConfig(data_parallel_sharding_strategy=strategy, **how)
+    settings = build_options(TrainConfig, {"data_parallel_sharding_strategy": strategy, **how})
     place = (
         FullyShard(groups=groups, reshard_after_forward=True)
-        if settings.is_fully_sharded
+        if settings.sharding.is_fully_sharded
         else groups
     )
     stages = load_for_training(source, place, dtype="bfloat16", threads=1)

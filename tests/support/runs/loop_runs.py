@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megtool.model.stacks.decoder import Decoder
+from megtool.options.config_file import build_options
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_decoder
@@ -15,7 +16,7 @@ from megtool.train.loop import TrainJob, TrainOutcome, TrainState, train
 from megtool.train.model.build import load_for_training
 from megtool.train.options.config import TrainConfig
 from megtool.train.run_log import RunLog
-from megtool.train.run_plan import freeze, make_lr_schedule, make_optimizer, plan_run
+from megtool.train.run_plan import freeze, make_optimizer, plan_run
 from tests.support.runs.numbered_data import LENGTH, Numbers
 
 
@@ -28,7 +29,9 @@ def load(model: Path, dtype: str = "float32") -> list[Decoder]:
 def job(
     model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any
 ) -> TrainJob:
-    settings = TrainConfig(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
+    settings = build_options(
+        TrainConfig, {"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options
+    )
     stages = load(model, dtype)
     freeze(stages, settings.freeze)
     plan = plan_run(settings, seq_length=LENGTH, num_samples=12, layout=ParallelConfig())
@@ -38,7 +41,7 @@ def job(
         dataset=Numbers(),
         plan=plan,
         settings=settings,
-        schedule=make_lr_schedule(settings, plan),
+        schedule=plan.make_lr_schedule(settings.optimizer),
         log=RunLog(folder or Path(model) / "logs"),
     )
 

@@ -37,7 +37,7 @@ MODELS: dict[str, ModelConfig] = {
 MODELS["deep"] = replace(MODELS["tied"], num_layers=4)
 LR, DECAY = 1e-3, 0.1
 PLAIN = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.0)
-CLIPPED = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.5, count_zeros=True)
+CLIPPED = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.5, log_num_zeros_in_grad=True)
 
 
 def whole(name: str, dtype: torch.dtype = torch.float32) -> Decoder:

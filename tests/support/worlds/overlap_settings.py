@@ -7,6 +7,6 @@ from dataclasses import replace
 from tests.support.worlds.optimizer_layouts import PLAIN
 
 # Buckets of a few parameters each.
-SMALL = replace(PLAIN, bucket_size=500)
+SMALL = replace(PLAIN, ddp_bucket_size=500)
 
 OVERLAPPED = replace(SMALL, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -79,7 +79,7 @@ def test_two_replicas_become_two_stages_of_two_tensor_ranks(
 @pytest.mark.parametrize("remainders", [False, True])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(remainders: bool, tmp_path: Path) -> None:
     tiny_llama.save(tmp_path / "hf", dtype="float32", num_hidden_layers=2)
-    settings = {"main_params": "remainder", "moments": "bfloat16"} if remainders else {}
+    settings = {"store_param_remainders": True, "exp_avg_dtype": "bf16"} if remainders else {}
     run = Trained(tmp_path / "hf", kind="bfloat16", settings=settings)
     for _ in range(3):
         run.step()

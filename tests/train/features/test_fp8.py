@@ -48,13 +48,16 @@ def curve(
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
     micro: int = 1,
+    fp8_param_gather: bool = False,
     **optimizer: Any,
 ) -> list[float]:
     """The loss of every step on the same few rows, under a layout."""
     stages = stages_of(name, groups, sequence_parallel=sequence_parallel, dtype=dtype)
     fp8 = None if settings is None else Fp8Feature(stages, settings, groups)
     how = OptimizerConfig(lr=1e-2, **optimizer)
-    made = DistributedOptimizer(named(stages), how, groups, chunks=stages)
+    made = DistributedOptimizer(
+        named(stages), how, groups, chunks=stages, fp8_param_gather=fp8_param_gather
+    )
     tokens_BS, labels_BS = data(0)
     rank, size = groups.dp.rank, groups.dp.size
     losses = []
@@ -85,7 +88,7 @@ def curve(
 def test_the_loss_falls_as_in_fp32(recipe: Recipe, name: str) -> None:
     """Within 6 % of the first loss at every one of 30 steps, in which it falls by most of it."""
     want = curve(ProcessGroups.alone(), None, name=name)
-    got = curve(ProcessGroups.alone(), Fp8Config(recipe=recipe), name=name)
+    got = curve(ProcessGroups.alone(), Fp8Config(fp8_recipe=recipe), name=name)
     assert want[-1] < 0.05 * want[0]
     assert got[-1] < 0.1 * want[0]
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 0.06 * want[0]
@@ -94,7 +97,7 @@ def test_the_loss_falls_as_in_fp32(recipe: Recipe, name: str) -> None:
 
 def layouts(rank: int, size: int, recipe: Recipe) -> None:
     """The same curve at tp and dp; sums over ranks are in another order, and FP8 rounds them."""
-    settings = Fp8Config(recipe=recipe, amax_history_len=8)
+    settings = Fp8Config(fp8_recipe=recipe, fp8_amax_history_len=8)
     want = curve(ProcessGroups.alone(), settings, steps=10)
     for how, sequence_parallel in (({"dp": 2}, False), ({"tp": 2}, False), ({"tp": 2}, True)):
         groups = start(**how)
@@ -110,7 +113,7 @@ def test_two_processes_learn_the_same(recipe: Recipe) -> None:
 
 
 def gathers(rank: int, size: int, recipe: Recipe) -> None:
-    settings = Fp8Config(recipe=recipe, amax_history_len=8)
+    settings = Fp8Config(fp8_recipe=recipe, fp8_amax_history_len=8)
     groups, bf16 = start(dp=2), torch.bfloat16
     want = curve(groups, settings, dtype=bf16, steps=12)
     got = curve(groups, settings, dtype=bf16, steps=12, fp8_param_gather=True)
@@ -130,7 +133,9 @@ def test_scales_do_not_depend_on_micro_batches_or_recomputation() -> None:
     states, losses = [], []
     for micro, again in ((1, False), (1, True), (4, False)):
         stages = [whole("tied")]
-        fp8 = Fp8Feature(stages, Fp8Config(amax_history_len=4), ProcessGroups.alone())
+        fp8 = Fp8Feature(
+            stages, Fp8Config(fp8_amax_history_len=4, fp8_recipe="delayed"), ProcessGroups.alone()
+        )
         stages[0].train()
         if again:
             recompute(stages, "full")
@@ -155,7 +160,9 @@ def test_scales_do_not_depend_on_micro_batches_or_recomputation() -> None:
 def test_first_and_last_layers_stay_as_they_are() -> None:
     groups = ProcessGroups.alone()
     stages = [whole("deep")]
-    settings = Fp8Config(recipe="tensorwise", start_in_bf16=1, end_in_bf16=2)
+    settings = Fp8Config(
+        fp8_recipe="tensorwise", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2
+    )
     fp8 = Fp8Feature(stages, settings, groups)
     modules = ("self_attention.linear_qkv", "self_attention.linear_proj")
     mlp = ("mlp.linear_fc1", "mlp.linear_fc2")
@@ -163,7 +170,7 @@ def test_first_and_last_layers_stay_as_they_are() -> None:
     assert "layers 1 to 1 of 4" in fp8.describe()
     assert "the output layer are not" in fp8.describe()
     with pytest.raises(UsageError, match="the model has 4"):
-        Fp8Feature(stages, replace(settings, end_in_bf16=3), groups)
+        Fp8Feature(stages, replace(settings, num_layers_at_end_in_bf16=3), groups)
     fp8.remove()
     tokens_BS, _ = data(0)
     batch = Batch(tokens_BS=tokens_BS)
@@ -171,7 +178,7 @@ def test_first_and_last_layers_stay_as_they_are() -> None:
 
 
 def test_experts_are_in_fp8() -> None:
-    fp8 = Fp8Feature([whole("experts")], Fp8Config(), ProcessGroups.alone())
+    fp8 = Fp8Feature([whole("experts")], Fp8Config(fp8_recipe="delayed"), ProcessGroups.alone())
     assert any(name.endswith("mlp.experts.experts.linear_fc1") for name in fp8.names)
     assert any("shared_experts" in name for name in fp8.names)
     assert not any("router" in name for name in fp8.names)
@@ -185,7 +192,7 @@ def test_experts_are_in_fp8() -> None:
 def test_it_says_that_transformer_engine_is_there_and_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fp8 = Fp8Feature([whole("tied")], Fp8Config(), ProcessGroups.alone())
+    fp8 = Fp8Feature([whole("tied")], Fp8Config(fp8_recipe="delayed"), ProcessGroups.alone())
     assert "Transformer Engine" not in fp8.describe()
     assert "multiplied as float32" in fp8.describe()
     found = importlib.util.find_spec
@@ -200,7 +207,7 @@ def test_it_says_that_transformer_engine_is_there_and_not_used(
 def test_fp16_is_refused() -> None:
     stage = whole("tied", torch.float16)
     with pytest.raises(UsageError, match="fp16"):
-        Fp8Feature([stage], Fp8Config(), ProcessGroups.alone())
+        Fp8Feature([stage], Fp8Config(fp8_recipe="delayed"), ProcessGroups.alone())
 
 
 class Fp8Run(Trained):
@@ -208,7 +215,7 @@ class Fp8Run(Trained):
 
     def __init__(self, source: Path, *, length: int = 4, **how: Any) -> None:
         super().__init__(source, kind="bfloat16", **how)
-        settings = Fp8Config(amax_history_len=length)
+        settings = Fp8Config(fp8_amax_history_len=length, fp8_recipe="delayed")
         self.fp8 = Fp8Feature(self.stages, settings, self.groups)
 
     def step(self, lr: float = 1e-2) -> None:
@@ -288,13 +295,17 @@ def stored(name: str, *lead: int) -> GlobalTensor:
 
 def test_other_recipes_have_no_state(tmp_path: Path) -> None:
     for recipe in RECIPES[1:]:
-        fp8 = Fp8Feature([whole("tied")], Fp8Config(recipe=recipe), ProcessGroups.alone())
+        fp8 = Fp8Feature([whole("tied")], Fp8Config(fp8_recipe=recipe), ProcessGroups.alone())
         assert fp8.saved_objects([stored("decoder.layers.mlp.linear_fc1.weight", 2)]) == {}
         fp8.end_step()
 
 
 def test_names_of_states_follow_the_names_of_tensors() -> None:
-    fp8 = Fp8Feature([whole("tied")], Fp8Config(amax_history_len=2), ProcessGroups.alone())
+    fp8 = Fp8Feature(
+        [whole("tied")],
+        Fp8Config(fp8_amax_history_len=2, fp8_recipe="delayed"),
+        ProcessGroups.alone(),
+    )
     stacked = fp8.saved_objects([stored("decoder.layers.mlp.linear_fc1.weight", 2)])
     single = fp8.saved_objects([stored("decoder.layers.0.mlp.linear_fc1.weight")])
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in stacked
@@ -305,9 +316,10 @@ def test_names_of_states_follow_the_names_of_tensors() -> None:
 def test_weights_that_were_gathered_are_what_is_multiplied() -> None:
     stages: list[Decoder] = [whole("tied", torch.bfloat16)]
     groups = ProcessGroups.alone()
-    Fp8Feature(stages, Fp8Config(recipe="tensorwise"), groups)
-    how = OptimizerConfig(fp8_param_gather=True)
-    made = DistributedOptimizer(named(stages), how, groups, chunks=stages)
+    Fp8Feature(stages, Fp8Config(fp8_recipe="tensorwise"), groups)
+    made = DistributedOptimizer(
+        named(stages), OptimizerConfig(), groups, chunks=stages, fp8_param_gather=True
+    )
     tokens_BS, labels_BS = data(0)
     made.begin(1)
     stages[0].loss(Batch(tokens_BS=tokens_BS), labels_BS)[0].backward()

@@ -16,17 +16,19 @@ from torch import Tensor
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.forward_context import ForwardContext
-from megtool.model.moe.aux_loss import Balance, BalanceSettings, moved_bias
+from megtool.model.loss_options import LossOptions
+from megtool.model.moe.aux_loss import Balance, moved_bias
 from megtool.model.moe.router import Router, choose
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.pipeline import PipelineSchedule
 from megtool.model.stacks.recompute import recompute
+from megtool.options.config_file import build_options
 from megtool.options.effects import check_effects
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_source
 from megtool.spec.model_config import ModelConfig
-from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature, make_balance_settings
+from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature, choose_router_losses
 from megtool.train.model.build import load_for_training
 from megtool.train.options.config import TrainConfig
 from megtool.train.options.model_facts import ModelFacts
@@ -63,7 +65,9 @@ def frame(counted: Tensor | None) -> ForwardContext:
 
 def ours(kind: Any, score: str, logits_BSE: Tensor, counted: Tensor | None) -> Found:
     config = ModelConfig(**SIZES, router_score=score, router_pre_softmax=True)
-    settings = BalanceSettings(kind=kind, aux_coeff=0.3, z_coeff=0.02)
+    settings = LossOptions(
+        moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02
+    )
     balance = Balance(settings, config, ProcessGroups.alone(), sequence_parallel=False)
     balance.begin(2.5)
     logits = logits_BSE.clone().requires_grad_()
@@ -201,7 +205,11 @@ def passed(
     if again:
         recompute(stages, again)
     micro = 2 // groups.dp.size  # of three rows: sequence parallelism cuts the second
-    settings = BalanceSettings(kind=kind or "aux_loss", aux_coeff=0.5, z_coeff=0.1)
+    settings = LossOptions(
+        moe_router_load_balancing_type=kind or "aux_loss",
+        moe_aux_loss_coeff=0.5,
+        moe_z_loss_coeff=0.1,
+    )
     balancing = MoeLoadBalancingFeature(stages, settings, micro)
     mine = [t.chunk(groups.dp.size)[groups.dp.rank] for t in (TOKENS, LABELS, COUNTED)]
     balancing.begin_step(mine[1], 2.0)
@@ -274,7 +282,9 @@ def test_a_bias_of_a_model_follows_its_load() -> None:
     router = next(m for m in decoder.modules() if isinstance(m, Router))
     assert router.expert_bias is not None
     before = router.expert_bias.clone()
-    balancing = MoeLoadBalancingFeature([decoder.train()], BalanceSettings(bias_rate=0.01), 1)
+    balancing = MoeLoadBalancingFeature(
+        [decoder.train()], LossOptions(moe_router_bias_update_rate=0.01), 1
+    )
     balancing.begin_step(LABELS, 1.0)
     batch = Batch(tokens_BS=TOKENS % 64)
     with torch.no_grad():
@@ -291,35 +301,48 @@ def test_a_bias_of_a_model_follows_its_load() -> None:
 
 def test_the_checkpoints_own_weights_only_if_asked() -> None:
     config = ModelConfig(**SIZES, extra={"router_aux_loss_coef": 0.001})
-    assert make_balance_settings(TrainConfig(), config, {}) is None
-    asked = TrainConfig(moe_losses_from_checkpoint=True)
-    found = make_balance_settings(asked, config, {})
+    assert choose_router_losses(LossOptions(), config, {}) is None
+    asked = LossOptions(moe_losses_from_checkpoint=True)
+    found = choose_router_losses(asked, config, {})
     assert found is not None
-    assert (found.aux_coeff, found.z_coeff) == (0.001, 0.0)
+    assert (found.moe_aux_loss_coeff, found.moe_z_loss_coeff) == (0.001, 0.0)
     args = {"moe_aux_loss_coeff": 0.02, "moe_router_load_balancing_type": "seq_aux_loss"}
-    found = make_balance_settings(asked, config, args | {"moe_z_loss_coeff": 1e-3})
-    assert found == BalanceSettings(kind="seq_aux_loss", aux_coeff=0.02, z_coeff=1e-3)
-    found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, args)
-    assert found == BalanceSettings(kind="seq_aux_loss", aux_coeff=0.5)
-    found = make_balance_settings(
+    found = choose_router_losses(asked, config, args | {"moe_z_loss_coeff": 1e-3})
+    assert found == LossOptions(
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.02,
+        moe_z_loss_coeff=1e-3,
+    )
+    found = choose_router_losses(replace(asked, moe_aux_loss_coeff=0.5), config, args)
+    assert found == LossOptions(
+        moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.5
+    )
+    found = choose_router_losses(
         replace(asked, moe_router_load_balancing_type="aux_loss"), config, args
     )
-    assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.02)  # what is given wins
+    assert found == LossOptions(
+        moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.02
+    )  # what is given wins
     for kind in ("global_aux_loss", ["aux_loss", "seq_aux_loss"]):
         other = args | {"moe_router_load_balancing_type": kind}
         with raises(
             UsageError, match="the checkpoint has", hint="--moe-aux-loss-coeff X --moe-router"
         ):
-            make_balance_settings(asked, config, other)
-        found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, other)
-        assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)  # as the hint says
+            choose_router_losses(asked, config, other)
+        found = choose_router_losses(replace(asked, moe_aux_loss_coeff=0.5), config, other)
+        assert found == LossOptions(
+            moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5
+        )  # as the hint says
     none = args | {"moe_router_load_balancing_type": "none"}
-    found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, none)
-    assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)
+    found = choose_router_losses(replace(asked, moe_aux_loss_coeff=0.5), config, none)
+    assert found == LossOptions(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5)
     with raises(UsageError, "without --moe-aux-loss-coeff", id="option-without-effect"):
-        TrainConfig(moe_router_load_balancing_type="seq_aux_loss")
+        build_options(TrainConfig, {"moe_router_load_balancing_type": "seq_aux_loss"})
     with raises(UsageError, "without an expert bias", id="option-without-effect"):
-        check_effects(TrainConfig(moe_router_bias_update_rate=0.1), ModelFacts.from_config(config))
+        check_effects(
+            build_options(TrainConfig, {"moe_router_bias_update_rate": 0.1}),
+            ModelFacts.from_config(config),
+        )
     dense = ModelConfig(**{k: v for k, v in SIZES.items() if "exp" not in k and "moe" not in k})
     with pytest.raises(UsageError, match="without experts"):
-        make_balance_settings(TrainConfig(moe_z_loss_coeff=0.1), dense, {})
+        choose_router_losses(LossOptions(moe_z_loss_coeff=0.1), dense, {})

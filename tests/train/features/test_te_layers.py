@@ -13,6 +13,7 @@ from torch import nn
 from megtool.model.stacks.lora import LoraSettings, add_adapters
 from megtool.model.stacks.pipeline import build_stages
 from megtool.optim.fp8.config import Fp8Config
+from megtool.options.config_file import build_options
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.spec.model_config import ModelConfig
 from megtool.train.features.module_precision import uniform_precisions
@@ -133,7 +134,7 @@ def test_experts_are_grouped_linears_whose_norm_is_their_own() -> None:
 
 def test_fp8_takes_linears_and_leaves_other_layers_alone() -> None:
     config = ModelConfig(**SIZES, **EXPERTS)
-    settings = uniform_precisions(Fp8Config(start_in_bf16=1), 2)
+    settings = uniform_precisions(Fp8Config(num_layers_at_start_in_bf16=1, fp8_recipe="delayed"), 2)
     found = by_owner(choose_te_modules(stages(config), settings.of, has_fp8=True))
     one = "decoder.layers.1"
     assert found[f"{one}.self_attention.linear_proj"].module == "Linear"
@@ -176,7 +177,7 @@ def test_layouts_and_dtypes_have_their_reasons() -> None:
     ],
 )
 def test_options_exclude_modules(options: dict[str, Any], kinds: set[str], tmp_path: Path) -> None:
-    settings = TrainConfig(data=(str(tmp_path),), **options)
+    settings = build_options(TrainConfig, {"data": (str(tmp_path),), **options})
     excluded = excluded_kinds(settings)
     assert set(excluded) == kinds
     found = by_owner(choose_te_modules(stages(), excluded=excluded))

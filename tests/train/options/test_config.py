@@ -9,6 +9,7 @@ import pytest
 
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.options.config_file import build_options, read_options
+from megtool.options.field import option_fields
 from megtool.train.options.config import TrainConfig
 from tests.support.errors import raises
 
@@ -32,7 +33,7 @@ NAMES = (
 
 
 def test_options_have_megatrons_names() -> None:
-    assert set(NAMES) <= {f.name for f in fields(TrainConfig)}
+    assert set(NAMES) <= {entry.name for entry in option_fields(TrainConfig)}
 
 
 @pytest.mark.peers
@@ -48,7 +49,7 @@ def test_megatron_knows_these_options() -> None:
     assert shared <= theirs
     config = arguments.OptimizerConfig()
     for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "hysteresis"):
-        assert getattr(config, name) == getattr(TrainConfig(), name), name
+        assert getattr(config, name) == getattr(TrainConfig().optimizer, name), name
 
 
 @pytest.mark.parametrize(
@@ -92,13 +93,13 @@ def test_megatron_knows_these_options() -> None:
 )
 def test_what_no_run_can_do_is_refused_by_its_option(options, message) -> None:
     with pytest.raises(UsageError) as caught:
-        TrainConfig(**options)
+        build_options(TrainConfig, options)
     assert message in caught.value.message
 
 
 def test_a_layout_that_does_not_fit_itself_is_refused() -> None:
     with pytest.raises(LayoutError, match="virtual stages"):
-        _ = TrainConfig(pp=1, vpp=2)
+        _ = build_options(TrainConfig, {"pp": 1, "vpp": 2})
 
 
 def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path: Path) -> None:
@@ -108,9 +109,11 @@ def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path
         "lr-warmup-steps: 3\nload:\nfreeze: ['*.bias', 'embedding*']\niteration: 7\n"
     )
     found = build_options(TrainConfig, {"train_iters": 5, "lr": None, "data": []}, file)
-    assert (found.train_iters, found.seq_length, found.lr, found.min_lr) == (5, 64, 2e-5, 0.0)
-    assert (found.data, found.bf16, found.lr_warmup_iters) == (("text.jsonl",), True, 3)
-    assert (found.freeze, found.iteration, found.load) == (("*.bias", "embedding*"), "7", None)
+    rates = found.optimizer
+    assert (found.train_iters, found.seq_length, rates.lr, rates.min_lr) == (5, 64, 2e-5, 0.0)
+    assert (found.data, found.bf16, rates.lr_warmup_iters) == (("text.jsonl",), True, 3)
+    assert (found.freeze, found.load) == (("*.bias", "embedding*"), None)
+    assert found.source.iteration == "7"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ from typing import Literal
 from megtool.options.effects import requires, unused_with
 from megtool.options.field import OptionCondition, Options, option
 
+BalanceKind = Literal["aux_loss", "seq_aux_loss", "none"]
+"""Experts are to be evenly busy over a microbatch, or in each of its rows; or nobody asks."""
+
 EXPERTS, MTP = "Mixture of experts", "Multi-token prediction"
 
 _HAS_EXPERT_BIAS = OptionCondition(
@@ -32,7 +35,7 @@ _HAS_MTP_LAYERS = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class FurtherLossOptions(Options):
+class LossOptions(Options):
     """Losses of routers and of layers of multi-token prediction, with Megatron's names.
 
     0 is no loss. Layers of multi-token prediction whose loss weighs nothing are not trained.
@@ -46,7 +49,7 @@ class FurtherLossOptions(Options):
         minimum=0,
         needs=unused_with({"moe_router_load_balancing_type=none": "which has no such loss"}),
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = option(
+    moe_router_load_balancing_type: BalanceKind | None = option(
         EXPERTS,
         "Balance over a micro batch, or within each of its rows; default: aux_loss.",
         needs=(
@@ -82,3 +85,9 @@ class FurtherLossOptions(Options):
         minimum=0,
         needs=(_TRAINS_MODEL, _HAS_MTP_LAYERS),
     )
+
+    @property
+    def has_router_losses(self) -> bool:
+        """There is a loss of routers to be added."""
+        aux = self.moe_aux_loss_coeff and self.moe_router_load_balancing_type != "none"
+        return bool(aux or self.moe_z_loss_coeff)

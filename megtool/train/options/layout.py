@@ -1,0 +1,39 @@
+"""Options of a run's parallel layout: sizes, the split of tokens and layers, and exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megtool.options.field import LAYOUT, layout_size, option
+from megtool.options.groups import ContextParallelOptions
+from megtool.options.layout import LayoutOptions, ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLayoutOptions(LayoutOptions, ContextParallelOptions):
+    """The layout of the ranks that train, which torchrun starts.
+
+    Raises:
+        LayoutError: the sizes do not fit each other.
+    """
+
+    tp: int = layout_size("tp", 1, note=", started by torchrun")
+    pp: int = layout_size("pp", 1)
+    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
+    vpp: int | None = layout_size("vpp")
+    ep: int = layout_size("ep", 1)
+    etp: int | None = layout_size("etp")
+    cp: int = layout_size("cp", 1, alias="--context-parallel-size")
+    dp: int | None = layout_size("dp", note="; default: all remaining processes")
+    sequence_parallel: bool = option(
+        LAYOUT, "Split tokens over the --tp ranks between layers.", False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.layout
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The parallel layout; `dp` 0 is replaced by what fills the processes."""
+        return ParallelConfig(**self.explicit() | self.context_layout)
