@@ -16,7 +16,7 @@ from megtool.formats import detect_format, open_checkpoint
 from megtool.formats.safetensors.quantization_config import quantization_config
 from megtool.fp8_state.modelopt_amax import has_quantizers
 from megtool.lint.engines import ENGINES
-from megtool.options.effects import check_effects
+from megtool.options.effects import check_effects, without_effect
 from megtool.options.layout import ParallelConfig
 from megtool.options.selection import SelectionOptions
 from megtool.options.target import TargetOptions
@@ -166,10 +166,9 @@ def _check_no_cast(options: ExportOptions) -> None:
         UsageError: one is given.
     """
     if options.dtype is not None:
-        raise UsageError(
+        raise without_effect(
             f"--dtype {options.dtype} has no effect with a quantized Megatron checkpoint",
-            hint="what is not quantized keeps its dtype; --to hf casts plain weights",
-            error_id="option-without-effect",
+            "what is not quantized keeps its dtype; --to hf casts plain weights",
         )
 
 

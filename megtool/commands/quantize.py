@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, QuantizeOptions
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
-from megtool.options.effects import check_effects
+from megtool.options.effects import check_effects, without_effect
 from megtool.options.layout import LayoutOptions
 from megtool.options.sizes import parse_size
 from megtool.process.worker_identity import WorkerIdentity, parse_worker
@@ -170,11 +170,10 @@ def _find_worker(request: QuantizeRequest, options: QuantizeOptions) -> WorkerId
         return parse_worker(options.worker)
     if options.worker in (None, "auto", "0/1"):
         return None
-    raise UsageError(
+    raise without_effect(
         f"--worker {options.worker} has no effect: the recipe needs data, and the model runs",
-        hint="torchrun shares out calibration; with --calibration FILE of an earlier run, or a "
-        "recipe without data, workers write together",
-        error_id="option-without-effect",
+        "torchrun shares out calibration; with --calibration FILE of an earlier run, or a recipe "
+        "without data, workers write together",
     )
 
 

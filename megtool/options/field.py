@@ -198,7 +198,8 @@ class Options:
     not take, `extra_needs` those that need more to have an effect here, `rivals` sets of options of
     which one given on the command line overrides all in a file, and which exclude each other.
     `shown_after` names options of groups and, for each, the option that it follows in help.
-    `panels` come first in the help, in this order.
+    `restated` has other texts and defaults of options of a base. `panels` come first in the help,
+    in this order.
 
     Raises:
         UsageError: a value is of the wrong type or out of its range.
@@ -208,6 +209,7 @@ class Options:
     extra_needs: ClassVar[Mapping[OptionCondition, tuple[str, ...]]] = {}
     rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
     shown_after: ClassVar[Mapping[str, str]] = {}
+    restated: ClassVar[Mapping[str, Any]] = {}
     panels: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -241,17 +243,19 @@ _FIELDS: dict[type[Any], tuple[OptionField, ...]] = {}
 def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
     hints = get_type_hints(cls)
     declared = {f.name: f for f in dataclasses.fields(cls)}
+    restated: Mapping[str, Any] = getattr(cls, "restated", {})
     entries: list[OptionField] = []
     for name in dict.fromkeys(_names(cls)):
-        metadata = declared[name].metadata if name in declared else {}
-        if "option" in metadata:
+        field = restated.get(name, declared.get(name))
+        metadata = {} if field is None else field.metadata
+        if field is not None and "option" in metadata:
             hint, is_optional = _without_none(hints[name])
             entries.append(
                 OptionField(
                     name=name,
                     hint=hint,
-                    is_optional=is_optional,
-                    default=declared[name].default,
+                    is_optional=is_optional and (name not in restated or field.default is None),
+                    default=field.default,
                     spec=metadata["option"],
                 )
             )

@@ -41,6 +41,7 @@ from megtool.megatron_state.optimizer.master_weight_check import (
 )
 from megtool.megatron_state.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.megatron_state.saved_objects import saved_args, vocab_divisor
+from megtool.options.effects import without_effect
 from megtool.options.layout import LayoutOptions, ParallelConfig
 from megtool.options.target import TargetOptions
 from megtool.plan.copies import DroppedItem
@@ -330,12 +331,11 @@ def _choose_layout(
     explicit = [k for k, v in layout.explicit().items() if v not in (0, 1)]
     if kind not in RANK_SHARDED_FORMATS:
         if explicit:
-            raise UsageError(
+            raise without_effect(
                 f"--{_flag(explicit[0])} has no effect with --to {kind}: it has no files per rank",
-                hint="--max-shard-size sets how many files there are"
+                "--max-shard-size sets how many files there are"
                 if kind == "hf"
                 else "leave it out",
-                error_id="option-without-effect",
             )
         return None
     by_rows = kind == "torch_checkpointing" or (kind == "dcp" and not _is_megatron(source))

@@ -201,7 +201,7 @@ def on_ranks(
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     torch.set_num_threads(1)
     settings = build_options(TrainConfig, options)
-    dp = size // settings.parallel.tp // settings.parallel.cp // settings.parallel.pp
+    dp = size // settings.layout.tp // settings.layout.cp // settings.layout.pp
     groups = ProcessGroups.start(replace(settings.layout, dp=dp))
     found = tuple(
         curve(Path(model), Path(folder) / f"{how}{rank}", groups, cuda_graph_impl=how, **options)

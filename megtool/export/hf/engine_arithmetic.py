@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megtool.errors import FormatError, UsageError
+from megtool.errors import FormatError
 from megtool.export.hf import read_compressed, read_modelopt
 from megtool.export.hf.infer_format import QuantizedWeight
 from megtool.export.hf.read_quantized import (
@@ -25,6 +25,7 @@ from megtool.formats.safetensors.quantized import find_packed_weights
 from megtool.formats.safetensors.quantized_parts import PackedWeight, PartFinder
 from megtool.formats.safetensors.reader import open_as_stored
 from megtool.number_formats.decode import COLUMNS, LOW_RANK, LOW_RANK_UP, SCALE, SCALE_2
+from megtool.options.effects import without_effect
 from megtool.quant.qparams import LowRankBranch
 from megtool.quant.recipes.formats import ENGINE_INPUTS
 from megtool.quant.recipes.modules import BLOCKS, ModuleInfo, list_modules
@@ -52,10 +53,8 @@ def check_dequantize(dequantize: bool, *sources: CheckpointSource | None) -> Non
         UsageError: so it is.
     """
     if dequantize and not any(s is not None and _is_quantized(s) for s in sources):
-        raise UsageError(
-            "--dequantize has no effect: the checkpoint is not quantized",
-            hint="leave it out",
-            error_id="option-without-effect",
+        raise without_effect(
+            "--dequantize has no effect: the checkpoint is not quantized", "leave it out"
         )
 
 

@@ -230,7 +230,7 @@ class Fp8Feature(TrainingFeature):
         """
         precisions = choose_precisions(settings, source)
         if precisions is not None and settings.kernels == "te":
-            check_te_shapes(precisions, source.config, settings.parallel.tp)
+            check_te_shapes(precisions, source.config, settings.layout.tp)
 
     @classmethod
     def estimate_memory(

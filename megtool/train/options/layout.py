@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megtool.options.field import LAYOUT, layout_size, option
 from megtool.options.groups import ContextParallelOptions
@@ -17,14 +18,15 @@ class TrainLayoutOptions(LayoutOptions, ContextParallelOptions):
         LayoutError: the sizes do not fit each other.
     """
 
-    tp: int = layout_size("tp", 1, note=", started by torchrun")
-    pp: int = layout_size("pp", 1)
-    encoder_pp: int | None = layout_size("encoder_pp", minimum=0)
-    vpp: int | None = layout_size("vpp")
-    ep: int = layout_size("ep", 1)
-    etp: int | None = layout_size("etp")
-    cp: int = layout_size("cp", 1, alias="--context-parallel-size")
-    dp: int | None = layout_size("dp", note="; default: all remaining processes")
+    restated: ClassVar = {
+        "tp": layout_size("tp", 1, note=", started by torchrun"),
+        "pp": layout_size("pp", 1),
+        "ep": layout_size("ep", 1),
+        "cp": layout_size("cp", 1, alias="--context-parallel-size"),
+        "dp": layout_size("dp", note="; default: all remaining processes"),
+    }
+    shown_after: ClassVar = {"encoder_pp": "pp", "sequence_parallel": "dp"}
+
     sequence_parallel: bool = option(
         LAYOUT, "Split tokens over the --tp ranks between layers.", False
     )

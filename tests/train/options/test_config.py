@@ -9,7 +9,8 @@ import pytest
 
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.options.config_file import build_options, read_options
-from megtool.options.field import option_fields
+from megtool.options.field import LAYOUT, option_fields
+from megtool.options.layout import LayoutOptions
 from megtool.train.options.config import TrainConfig
 from tests.support.errors import raises
 
@@ -100,6 +101,19 @@ def test_what_no_run_can_do_is_refused_by_its_option(options, message) -> None:
 def test_a_layout_that_does_not_fit_itself_is_refused() -> None:
     with pytest.raises(LayoutError, match="virtual stages"):
         _ = build_options(TrainConfig, {"pp": 1, "vpp": 2})
+
+
+def test_a_run_restates_what_a_layout_is_without_options() -> None:
+    layout = TrainConfig().parallel
+    assert (layout.tp, layout.pp, layout.vpp, layout.dp) == (1, 1, None, None)
+    entries = {entry.name: entry for entry in option_fields(TrainConfig)}
+    others = {entry.name: entry for entry in option_fields(LayoutOptions)}
+    assert (entries["tp"].default, others["tp"].default) == (1, None)
+    assert entries["cp"].spec.alias
+    assert entries["etp"].spec == others["etp"].spec
+    names = [name for name in entries if entries[name].spec.panel == LAYOUT]
+    assert names[:4] == ["tp", "pp", "encoder_pp", "vpp"]
+    assert names[names.index("dp") + 1] == "sequence_parallel"
 
 
 def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path: Path) -> None:
