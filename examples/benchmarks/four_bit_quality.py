@@ -32,9 +32,10 @@ from bench.table import Table, parser, show, workplace
 from bench.text_loss import losses_of
 
 from megtool import quantize
+from megtool.options.quantize import CalibrationDataOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
+from megtool.quantize.calibration_data import read_samples
 from megtool.source.open import open_decoder
 
 RECIPES = "mxfp4,mxfp4_gptq,nvfp4,nvfp4_gptq"
@@ -203,7 +204,7 @@ def auto_round(given: argparse.Namespace, scheme: str, seed: int, out: Path) -> 
     """Have auto-round quantize the same rows; the folder in compressed-tensors' format."""
     source = open_decoder(given.model)
     drawn = CalibrationDataOptions(
-        data=given.data, samples=given.samples, length=given.length, seed=seed
+        data=given.data, samples=given.samples, seq_length=given.length, seed=seed
     )
     rows = read_samples(
         drawn,

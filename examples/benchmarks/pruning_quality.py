@@ -44,8 +44,9 @@ from torch import Tensor
 
 from megtool import finetune, reshard
 from megtool.convert.pruning_scores import KeptParts, PruningScores, choose_parts, encode_scores
+from megtool.options.quantize import CalibrationDataOptions
 from megtool.options.selection import PruningOptions
-from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
+from megtool.quantize.calibration_data import read_samples
 from megtool.source.open import open_decoder
 
 RANDOM, LAST, BEFORE_LAST = "random", "the last ones left out", "those before the last one left out"
@@ -119,7 +120,7 @@ class PruningRun:
         """Rows of tokens [N, S], drawn from the text."""
         given, source = self._given, open_decoder(self._given.model)
         options = CalibrationDataOptions(
-            data=str(given.data), samples=given.samples, length=given.length, seed=seed
+            data=str(given.data), samples=given.samples, seq_length=given.length, seed=seed
         )
         drawn = read_samples(
             options,

@@ -31,11 +31,12 @@ from megtool.inference.evaluation.perplexity import token_scores
 from megtool.inference.evaluation.texts import read_token_documents
 from megtool.inference.windows import IGNORED, batches
 from megtool.model.batch import Batch
+from megtool.options.quantize import CalibrationDataOptions
 from megtool.quant.modelopt.load import import_modelopt, silence_output
 from megtool.quant.modelopt.quantizer_config import build_modelopt_config
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
-from megtool.quantize.calibration_data import CalibrationDataOptions, read_samples
+from megtool.quantize.calibration_data import read_samples
 from megtool.quantize.report import QuantizeReport
 from megtool.source.open import open_source
 
@@ -227,7 +228,9 @@ class Peer:
         config = opened.view.config
         if config is None:
             raise SystemExit(f"{given.model} is no model")
-        wanted = CalibrationDataOptions(data=given.data, samples=given.samples, length=given.length)
+        wanted = CalibrationDataOptions(
+            data=given.data, samples=given.samples, seq_length=given.length
+        )
         self._samples = read_samples(
             wanted, tokenizer, vocab_size=config.vocab_size, max_positions=config.max_positions
         ).batches()

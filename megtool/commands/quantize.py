@@ -11,12 +11,9 @@ from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, Quantiz
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
 from megtool.options.effects import check_effects, without_effect
-from megtool.options.layout import LayoutOptions
-from megtool.options.sizes import parse_size
 from megtool.process.worker_identity import WorkerIdentity, parse_worker
-from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.quant.resolve import resolve_recipe
 from megtool.quantize.calibration_data import (
-    CalibrationDataOptions,
     CalibrationSamples,
     read_samples,
 )
@@ -29,10 +26,7 @@ from megtool.quantize.obtain_qparams import (
 )
 from megtool.quantize.pipeline import run_quantize
 from megtool.quantize.request import (
-    DEFAULT_EVALUATION_TOKENS,
-    CalibrationOptions,
-    QuantizeOutputOptions,
-    QuantizeRequest,
+    QuantizeRun,
 )
 from megtool.storage.location.path import require_local
 
@@ -65,26 +59,36 @@ def quantize(
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
     start = time.monotonic()
-    if options.work_dir is not None:
-        require_local(options.work_dir, "--work-dir")
+    calibration, recipe, execution = options.calibration, options.recipe, options.execution
+    if calibration.work_dir is not None:
+        require_local(calibration.work_dir, "--work-dir")
     resolved = resolve_recipe(
         options.source,
-        options.recipe,
-        target=options.target,
-        group_size=options.group_size,
-        iteration=options.iteration,
-        family=options.family,
-        like=options.like,
-        adapter=options.adapter,
+        recipe.recipe,
+        options.reading,
+        target=recipe.target,
+        group_size=recipe.group_size,
     )
     if resolved.doubt:
         _LOG.warning("%s", resolved.doubt)
-    resolved = choose_solver(resolved, options.backend)
-    request = _make_request(resolved, options, start)
+    resolved = choose_solver(resolved, calibration.backend)
+    _ = execution.memory_bytes, options.output.max_shard_bytes  # refused before any work
+    request = QuantizeRun(
+        resolved=resolved,
+        destination=options.destination,
+        began=start,
+        recipe=recipe,
+        bits=options.bits,
+        runtime=options.runtime,
+        calibration=calibration,
+        output=options.output,
+        execution=execution,
+        page=options.report,
+    )
     check_effects(options, _learn_facts(request), order=CONDITIONS)
-    request.worker = _find_worker(request, options)
-    _check_processes(request, options)
-    if request.needs_data and options.backend == "modelopt":
+    request.worker = _find_worker(request)
+    _check_processes(request)
+    if request.needs_data and calibration.backend == "modelopt":
         check_modelopt(request)
     choose_from_files(request)
     check_choosing(request)
@@ -92,63 +96,13 @@ def quantize(
     check_given(request)
     samples = _read_samples(request)
     request.check_evaluation()
-    if options.dry_run:
+    if execution.dry_run:
         return request.make_plan(samples)
     request.check_free()
     return run_quantize(request, samples, progress)
 
 
-def _make_request(
-    resolved: ResolvedRecipe, options: QuantizeOptions, start: float
-) -> QuantizeRequest:
-    parse_size(options.memory, "memory")
-    if options.max_shard_size:
-        parse_size(options.max_shard_size, "max shard size")
-    return QuantizeRequest(
-        resolved=resolved,
-        destination=options.destination,
-        recipe=options.recipe,
-        bits=options.bits,
-        group_size=options.group_size or 0,
-        began=start,
-        runtime=options.runtime(),
-        calibration=CalibrationOptions(
-            data_options=CalibrationDataOptions(
-                data=options.data,
-                field=options.field,
-                split=options.split,
-                samples=options.samples,
-                length=options.seq_length,
-                seed=options.seed,
-                synthetic=options.synthetic,
-            ),
-            tokenizer=options.tokenizer,
-            unseen=options.uncalibrated_experts,
-            route_all=options.calibrate_all_experts,
-            resident=not options.stream_layers,
-            spill=options.offload_activations,
-            backend=options.backend,
-            files=options.calibration,
-            keep=options.save_calibration,
-            only=options.calibrate_only,
-            work=options.work_dir,
-        ),
-        output=QuantizeOutputOptions(
-            memory=options.memory,
-            max_shard_size=options.max_shard_size,
-            overwrite=options.overwrite,
-            fsync=options.fsync,
-            evaluate=options.eval_data,
-            evaluate_tokens=options.eval_tokens or DEFAULT_EVALUATION_TOKENS,
-            page=options.report,
-            worker=options.worker,
-            to=options.to,
-            layout=LayoutOptions(tp=options.dst_tp, pp=options.dst_pp, ep=options.dst_ep),
-        ),
-    )
-
-
-def _learn_facts(request: QuantizeRequest) -> QuantizeFacts:
+def _learn_facts(request: QuantizeRun) -> QuantizeFacts:
     return QuantizeFacts(
         recipe=request.resolved.recipe.name,
         chooses_formats=request.needs_choice,
@@ -157,7 +111,7 @@ def _learn_facts(request: QuantizeRequest) -> QuantizeFacts:
     )
 
 
-def _find_worker(request: QuantizeRequest, options: QuantizeOptions) -> WorkerIdentity | None:
+def _find_worker(request: QuantizeRun) -> WorkerIdentity | None:
     """Which of several processes this is that write together.
 
     Those that run the model on calibration data are ranks, which torchrun starts, and the first of
@@ -166,28 +120,30 @@ def _find_worker(request: QuantizeRequest, options: QuantizeOptions) -> WorkerId
     Raises:
         UsageError: a worker is named, and the model runs.
     """
-    if not request.needs_data or options.calibration:
-        return parse_worker(options.worker)
-    if options.worker in (None, "auto", "0/1"):
+    worker = request.execution.worker
+    if not request.needs_data or request.calibration.calibration:
+        return parse_worker(worker)
+    if worker in (None, "auto", "0/1"):
         return None
     raise without_effect(
-        f"--worker {options.worker} has no effect: the recipe needs data, and the model runs",
+        f"--worker {worker} has no effect: the recipe needs data, and the model runs",
         "torchrun shares out calibration; with --calibration FILE of an earlier run, or a recipe "
         "without data, workers write together",
     )
 
 
-def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None:
+def _check_processes(request: QuantizeRun) -> None:
     """Refuse several processes if there is nothing to distribute.
 
     Raises:
         UsageError: they would all do the same.
     """
-    world = options.layout.world_size
-    if request.worker is None and options.worker != "0/1":
+    world = request.runtime.layout.world_size
+    if request.worker is None and request.execution.worker != "0/1":
         world = max(world, int(os.environ.get("WORLD_SIZE", "1")))
-    if world > 1 and (options.calibration or not request.needs_data):
-        why = "--calibration replaces data" if options.calibration else "the recipe needs no data"
+    has_file = bool(request.calibration.calibration)
+    if world > 1 and (has_file or not request.needs_data):
+        why = "--calibration replaces data" if has_file else "the recipe needs no data"
         raise UsageError(
             f"{world} processes, and {why}: they would all do the same",
             hint="run it in one: no torchrun, no --tp, --pp and --ep; or --worker auto, with which "
@@ -195,11 +151,11 @@ def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None
         )
 
 
-def _read_samples(request: QuantizeRequest) -> CalibrationSamples | None:
+def _read_samples(request: QuantizeRun) -> CalibrationSamples | None:
     """The samples, if any are needed."""
-    if not request.needs_data or request.calibration.files:
+    if not request.needs_data or request.calibration.calibration:
         return None
-    data_options, config = request.calibration.data_options, request.model_source.config
+    data_options, config = request.calibration.data, request.model_source.config
     synthetic = data_options.synthetic
     samples = read_samples(
         data_options,

@@ -148,11 +148,9 @@ def explain_recipe(options: ExplainRecipeOptions) -> ExplainReport:
     return explain(
         resolve_recipe(
             options.source,
-            options.recipe,
-            target=options.target,
-            group_size=options.group_size,
-            iteration=options.iteration,
-            family=options.family,
-            like=options.like,
+            options.recipe.recipe,
+            options.reading,
+            target=options.recipe.target,
+            group_size=options.recipe.group_size,
         )
     )

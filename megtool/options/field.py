@@ -134,7 +134,8 @@ def group(kind: type[Any]) -> Any:
 class OptionField:
     """One option of a dataclass: its name, its type without None, its default and its spec.
 
-    `path` has the fields of the groups that it is in, the outermost first.
+    `path` has the fields of the groups that it is in, the outermost first, and `other_paths` those
+    of further groups that it is shared with.
     """
 
     name: str
@@ -143,6 +144,7 @@ class OptionField:
     default: Any
     spec: OptionSpec
     path: tuple[str, ...] = ()
+    other_paths: tuple[tuple[str, ...], ...] = ()
 
     def value(self, options: Any) -> Any:
         """Return what `options` have for this option."""
@@ -197,9 +199,10 @@ class Options:
     None stands for the default. `not_offered` names options of a base or group that the verb does
     not take, `extra_needs` those that need more to have an effect here, `rivals` sets of options of
     which one given on the command line overrides all in a file, and which exclude each other.
-    `shown_after` names options of groups and, for each, the option that it follows in help.
-    `restated` has other texts and defaults of options of a base. `panels` come first in the help,
-    in this order.
+    `shown_after` names options of groups and, for each, the option that it follows in help;
+    `shared` those that stand in several groups, which all get the value, and are declared as in the
+    first. `restated` has other texts and defaults of options of a base. `panels` come first in the
+    help, in this order.
 
     Raises:
         UsageError: a value is of the wrong type or out of its range.
@@ -209,6 +212,7 @@ class Options:
     extra_needs: ClassVar[Mapping[OptionCondition, tuple[str, ...]]] = {}
     rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
     shown_after: ClassVar[Mapping[str, str]] = {}
+    shared: ClassVar[frozenset[str]] = frozenset()
     restated: ClassVar[Mapping[str, Any]] = {}
     panels: ClassVar[tuple[str, ...]] = ()
 
@@ -262,10 +266,7 @@ def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
         elif "group" in metadata:
             grouped = all_fields(metadata["group"])
             entries += [dataclasses.replace(e, path=(name, *e.path)) for e in grouped]
-    names = [entry.name for entry in entries]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise TypeError(f"{cls.__name__} has the option {min(twice)} twice")
-    entries = [_with_extra_needs(cls, entry) for entry in entries]
+    entries = [_with_extra_needs(cls, entry) for entry in _merge_shared(cls, entries)]
     for name, before in getattr(cls, "shown_after", {}).items():
         entry = entries.pop([e.name for e in entries].index(name))
         entries.insert([e.name for e in entries].index(before) + 1, entry)
@@ -276,6 +277,19 @@ def _collect_fields(cls: type[Any]) -> tuple[OptionField, ...]:
         return not entry.spec.is_argument, places.get(entry.spec.panel, len(panels))
 
     return tuple(sorted(entries, key=place))
+
+
+def _merge_shared(cls: type[Any], entries: list[OptionField]) -> list[OptionField]:
+    """Make one entry of those of the same name, which have to be shared."""
+    by_name: dict[str, OptionField] = {}
+    for entry in entries:
+        first = by_name.setdefault(entry.name, entry)
+        if first is not entry:
+            if entry.name not in getattr(cls, "shared", ()):
+                raise TypeError(f"{cls.__name__} has the option {entry.name} twice")
+            others = (*first.other_paths, entry.path)
+            by_name[entry.name] = dataclasses.replace(first, other_paths=others)
+    return list(by_name.values())
 
 
 def _with_extra_needs(cls: type[Any], entry: OptionField) -> OptionField:
@@ -318,8 +332,8 @@ def _split_by_group(
     own: dict[str, Any] = {}
     by_group: dict[str, dict[str, Any]] = {}
     for entry in all_fields(cls):
-        if entry.name in values:
-            part = by_group.setdefault(entry.path[0], {}) if entry.path else own
+        for path in (entry.path, *entry.other_paths) if entry.name in values else ():
+            part = by_group.setdefault(path[0], {}) if path else own
             part[entry.name] = values[entry.name]
     return own, by_group
 

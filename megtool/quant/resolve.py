@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.errors import MappingError
 from megtool.megatron_state.extra_states.names import is_amax_buffer
-from megtool.options.groups import AdaptedSourceOptions
+from megtool.options.groups import SourceOptions
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
 from megtool.quant.recipes.engine_support import (
@@ -73,18 +72,15 @@ class ResolvedRecipe:
 def resolve_recipe(
     path: str | Path,
     recipe: str | Path,
+    reading: SourceOptions = SourceOptions(),  # noqa: B008
     *,
     target: str | None = None,
     group_size: int | None = None,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    adapter: Sequence[str | Path] = (),
 ) -> ResolvedRecipe:
     """Open the checkpoint `path` and apply a recipe to every module of it.
 
     `target` is the engine, or `engine@version`, that will load the result. `group_size` overrides
-    the group size of formats with several. Each `adapter` is merged into the weights.
+    the group size of formats with several.
 
     Raises:
         RecipeError: the recipe is invalid, or does not fit the model or the engine; lists all
@@ -98,12 +94,7 @@ def resolve_recipe(
     parsed = load_recipe(recipe, problems)
     source_ = open_source(
         location(path),
-        AdaptedSourceOptions(
-            iteration=iteration,
-            family=family,
-            like=None if like is None else location(like),
-            adapter=tuple(map(location, adapter)),
-        ),
+        reading,
         optimizer=False,
         tensors=TensorFilter(ignore=is_amax_buffer),
     )

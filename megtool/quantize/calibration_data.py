@@ -7,13 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import UsageError
+from megtool.options.quantize import CalibrationDataOptions
 from megtool.storage.location.path import location
 
 if TYPE_CHECKING:
@@ -21,50 +21,9 @@ if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.model.batch import Batch
 
-DEFAULT_SAMPLES, DEFAULT_LENGTH = 128, 512
 BATCH_TOKENS = 2048
-_MIN_LENGTH = 16  # tokens: shorter samples hardly use attention
 
 Int = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationDataOptions:
-    """The data to calibrate on; None for defaults.
-
-    `data` is what `data.documents.documents` reads, or a Megatron data set; None is the text that
-    comes with megtool. `synthetic` uses random tokens instead. `samples` rows of `length` tokens
-    are taken: the first ones, or with a `seed` random ones.
-    """
-
-    data: str | Path | None = None
-    field: str | None = None
-    split: str | None = None
-    samples: int | None = None
-    length: int | None = None
-    seed: int | None = None
-    synthetic: bool = False
-
-    def sizes(self, max_positions: int) -> tuple[int, int]:
-        """The number of samples and their length.
-
-        Raises:
-            UsageError: they do not fit a model with so many positions.
-        """
-        samples = DEFAULT_SAMPLES if self.samples is None else self.samples
-        length = min(DEFAULT_LENGTH, max_positions) if self.length is None else self.length
-        if length > max_positions:
-            raise UsageError(
-                f"samples have {length} tokens, but the model has {max_positions} positions",
-                hint=f"use --seq-length {max_positions} or less",
-            )
-        if samples < 1 or length < min(_MIN_LENGTH, max_positions):
-            raise UsageError(
-                f"{samples} samples of {length} tokens are too few",
-                hint=f"at least 1 of {_MIN_LENGTH}: --samples {DEFAULT_SAMPLES} --seq-length "
-                f"{DEFAULT_LENGTH}",
-            )
-        return samples, length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

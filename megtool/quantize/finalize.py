@@ -17,7 +17,6 @@ from megtool import __version__
 from megtool.console import Progress
 from megtool.formats.safetensors.reader import open_as_stored
 from megtool.inference.runtime import load_forward, on_ranks
-from megtool.options.execution import ExecutionOptions
 from megtool.options.target import TargetOptions
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.modules import is_in_expert_blocks
@@ -47,13 +46,13 @@ from megtool.transport.reading.stored_numbers import StoredNumbers
 if TYPE_CHECKING:
     from megtool.quant.mixed_precision.auto_quantize import FormatChoice
     from megtool.quantize.obtain_qparams import SolvedQParams
-    from megtool.quantize.request import QuantizeRequest
+    from megtool.quantize.request import QuantizeRun
 
 _WINDOW = 2048
 
 
 def finalize(
-    request: QuantizeRequest,
+    request: QuantizeRun,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: dict[str, float],
@@ -111,12 +110,12 @@ def finalize(
                 max_shard_size=request.output.max_shard_size,
                 destination=request.destination,
             ),
-            ExecutionOptions(
-                threads=default_threads(request.runtime.threads, source.path, request.destination),
-                memory=request.output.memory,
-                overwrite=request.output.overwrite,
-                fsync=request.output.fsync,
-                worker=None if request.worker is None else request.output.worker,
+            replace(
+                request.execution,
+                threads=default_threads(
+                    request.execution.threads, source.path, request.destination
+                ),
+                worker=None if request.worker is None else request.execution.worker,
             ),
             before_commit=check,
             progress=progress,
@@ -149,9 +148,9 @@ def finalize(
         )
     if proof.num_errors:
         notes.insert(0, f"nothing was written to {request.destination}: the proof found errors")
-    elif request.output.evaluate is not None:
+    elif request.output.eval_data is not None:
         began = time.monotonic()
-        evaluation = _evaluate(request, solved, request.output.evaluate, progress)
+        evaluation = _evaluate(request, solved, request.output.eval_data, progress)
         seconds["evaluate"] = time.monotonic() - began
         report = replace(report, evaluation=evaluation)
     notes += request.auto.notes if request.auto else ()
@@ -165,7 +164,7 @@ def finalize(
 
 
 def _report_megatron(
-    request: QuantizeRequest,
+    request: QuantizeRun,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: dict[str, float],
@@ -189,7 +188,7 @@ def _report_megatron(
 
 
 def build_calibration_report(
-    request: QuantizeRequest,
+    request: QuantizeRun,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
@@ -207,7 +206,7 @@ def build_calibration_report(
 
 
 def _report(
-    request: QuantizeRequest,
+    request: QuantizeRun,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
@@ -218,7 +217,7 @@ def _report(
 ) -> QuantizeReport:
     resolved, source = request.resolved, request.resolved.source
     weights = [d for d in request.decisions if d.module.kind != "kv_cache"]
-    keep = request.calibration.keep
+    keep = request.calibration.save_calibration
     return QuantizeReport(
         source=str(source.path),
         destination=str(request.destination),
@@ -244,7 +243,7 @@ def _report(
 
 
 def _facts(
-    request: QuantizeRequest,
+    request: QuantizeRun,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
@@ -261,7 +260,7 @@ def _facts(
             num_tokens=samples.num_tokens,
             seconds=seconds.get("calibrate", 0.0),
         )
-    data = samples.name if samples else ", ".join(map(str, request.calibration.files))
+    data = samples.name if samples else ", ".join(map(str, request.calibration.calibration))
     return CalibrationFacts(
         data=data,
         num_samples=calibration_file.num_samples,
@@ -305,7 +304,7 @@ def _reproduction(solved: SolvedQParams) -> dict[str, str]:
 
 
 def _evaluate(
-    request: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
+    request: QuantizeRun, solved: SolvedQParams, data: str, progress: Progress
 ) -> QuantizeEvaluation:
     """Evaluate both models on the same text; the quantized one computes like its engine."""
     from megtool.inference.evaluation.compare import compare
@@ -322,7 +321,6 @@ def _evaluate(
         pp=None,
         ep=None,
         etp=None,
-        stream_layers=not request.calibration.resident,
     )
     progress("evaluate", 0, total)
     with on_ranks(runtime, alone=True) as groups:
@@ -353,7 +351,7 @@ def _evaluate(
     )
 
 
-def _as_engines_run(request: QuantizeRequest, solved: SolvedQParams) -> QParams:
+def _as_engines_run(request: QuantizeRun, solved: SolvedQParams) -> QParams:
     """The parameters without those of experts in MXFP4 blocks, whose inputs engines do not quantize
     (vLLM's and SGLang's mxfp4.py multiply codes with 16-bit inputs)."""
     blocks = {d.module.name for d in request.decisions if is_in_expert_blocks(d.module)}
@@ -363,7 +361,7 @@ def _as_engines_run(request: QuantizeRequest, solved: SolvedQParams) -> QParams:
     )
 
 
-def _read_fp8_scales(request: QuantizeRequest, written: CheckpointSource) -> dict[str, float]:
+def _read_fp8_scales(request: QuantizeRun, written: CheckpointSource) -> dict[str, float]:
     """The scales of FP8 weights that have one each, as they were written."""
     catalogue = open_as_stored(written.catalogue.root)
     names = {

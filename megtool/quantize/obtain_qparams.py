@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megtool.quant.qparams import QParams
     from megtool.quant.resolve import ResolvedRecipe
 
-from megtool.quantize.request import QuantizeRequest
+from megtool.quantize.request import QuantizeRun
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class SolvedQParams:
 
 
 def solve(
-    request: QuantizeRequest,
+    request: QuantizeRun,
     samples: CalibrationSamples | None,
     progress: Progress,
     *,
@@ -53,7 +53,7 @@ def solve(
     done: SolvedQParams | None
     c = request.calibration
     # Formats were chosen by sensitivities, which the calibration file has to contain.
-    keeps = request.auto is not None and (c.only or c.keep is not None)
+    keeps = request.auto is not None and (c.calibrate_only or c.save_calibration is not None)
     if not (request.needs_data or keeps):
         is_first = everywhere or os.environ.get("RANK", "0") == "0"
         if request.worker is None and not is_first:
@@ -61,7 +61,7 @@ def solve(
         done = SolvedQParams(qparams=QParams(), calibration_file=None)
         if not all(is_format_only(request.resolved.recipe, d) for d in request.decisions):
             done.qparams.update(_by_weights(request))
-    elif c.files:
+    elif c.calibration:
         done = _from_files(request)
     else:
         done = _calibrated(request, samples, progress)
@@ -76,7 +76,7 @@ def solve(
     return done
 
 
-def _by_weights(request: QuantizeRequest) -> QParams:
+def _by_weights(request: QuantizeRun) -> QParams:
     """Quantization parameters from weights alone."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
     from megtool.quant.calibration.solve_qparams import solve_qparams
@@ -87,7 +87,7 @@ def _by_weights(request: QuantizeRequest) -> QParams:
         return solve_qparams(request.sites, {}, resolved, recipe, weights, config=config)
 
 
-def _from_files(request: QuantizeRequest) -> SolvedQParams:
+def _from_files(request: QuantizeRun) -> SolvedQParams:
     """Quantization parameters from calibration files, solved again if the recipe differs."""
     from megtool.quant.calibration.calibrate import resolve_calibration
 
@@ -103,13 +103,13 @@ def _from_files(request: QuantizeRequest) -> SolvedQParams:
             request.sites,
             fingerprint=fingerprint,
             stored_recipe=request.written,
-            policy=request.calibration.unseen,
+            uncalibrated_experts=request.calibration.uncalibrated_experts,
         )
     return SolvedQParams(qparams=calibration_file.qparams, calibration_file=calibration_file)
 
 
 def _fits(
-    request: QuantizeRequest, calibration_file: CalibrationFile, fingerprint: Fingerprint
+    request: QuantizeRun, calibration_file: CalibrationFile, fingerprint: Fingerprint
 ) -> bool:
     """Whether the files' quantization parameters can be used unchanged; see `check_fits`."""
     from megtool.quant.calibration.calibration_file import check_fits
@@ -120,12 +120,12 @@ def _fits(
         request.resolved.recipe,
         request.decisions,
         request.sites,
-        policy=request.calibration.unseen,
-        route_all=request.calibration.route_all,
+        uncalibrated_experts=request.calibration.uncalibrated_experts,
+        calibrate_all_experts=request.calibration.calibrate_all_experts,
     )
 
 
-def choose_from_files(request: QuantizeRequest) -> None:
+def choose_from_files(request: QuantizeRun) -> None:
     """Choose formats by the sensitivities in calibration files, if the recipe leaves formats open.
 
     Raises:
@@ -141,7 +141,7 @@ def choose_from_files(request: QuantizeRequest) -> None:
     check_model(request.calibration_file, request.fingerprint(None))
     sensitivities, recipe = request.calibration_file.sensitivities, request.resolved.recipe
     if sensitivities is None or sensitivities.method != method_for(recipe):
-        several = len(request.calibration.files) > 1
+        several = len(request.calibration.calibration) > 1
         subject = "some calibration files have no" if several else "the calibration file has no"
         raise CalibrationError(
             f"{subject} sensitivities by {method_for(recipe)}, which recipe {recipe.name} needs",
@@ -151,7 +151,7 @@ def choose_from_files(request: QuantizeRequest) -> None:
     request.choose(sensitivities)
 
 
-def check_given(request: QuantizeRequest) -> None:
+def check_given(request: QuantizeRun) -> None:
     """Refuse calibration files that are invalid, of another model, or that lack what this recipe
     needs.
 
@@ -168,7 +168,7 @@ def check_given(request: QuantizeRequest) -> None:
         check_model(request.calibration_file, request.fingerprint(None))
 
 
-def check_choosing(request: QuantizeRequest) -> None:
+def check_choosing(request: QuantizeRun) -> None:
     """Refuse, before any work, layouts in which sensitivities cannot be measured.
 
     Raises:
@@ -197,7 +197,7 @@ def choose_solver(resolved: ResolvedRecipe, backend: str) -> ResolvedRecipe:
     return resolved
 
 
-def check_modelopt(request: QuantizeRequest) -> None:
+def check_modelopt(request: QuantizeRun) -> None:
     """Refuse, before any work, what ModelOpt does not support; all candidate formats are checked.
 
     Raises:
@@ -209,17 +209,16 @@ def check_modelopt(request: QuantizeRequest) -> None:
 
     import_modelopt()
     recipe, decisions = request.resolved.recipe, list[Decision]()
+    group_size = request.recipe.group_size or 0
     for d in request.decisions:
-        formats = [
-            format_of(name, recipe, request.group_size) for name in d.choices if name != KEEP
-        ]
+        formats = [format_of(name, recipe, group_size) for name in d.choices if name != KEEP]
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
     config = build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
     check_config(config)
 
 
 def _calibrated(
-    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRun, samples: CalibrationSamples | None, progress: Progress
 ) -> SolvedQParams | None:
     """Calibrate with the samples, on all processes."""
     from megtool.quant.calibration.calibrate import calibrate
@@ -238,7 +237,7 @@ def _calibrated(
                 request.decisions,
                 request.sites,
                 groups,
-                route_all=c.route_all,
+                calibrate_all_experts=c.calibrate_all_experts,
             )
         calibration_file = calibrate(
             request.source(),
@@ -250,12 +249,12 @@ def _calibrated(
             settings=CalibrationSettings(
                 groups=groups,
                 dtype=request.runtime.dtype or "float32",
-                resident=c.resident,
+                stream_layers=request.runtime.stream_layers,
                 threads=request.runtime.threads,
                 resume_folder=request.work,
-                policy=c.unseen or "share",
-                route_all=c.route_all,
-                spills=c.spill,
+                uncalibrated_experts=c.uncalibrated_experts or "share",
+                calibrate_all_experts=c.calibrate_all_experts,
+                offload_activations=c.offload_activations,
                 sequential=None if solver is None else solver.sequential,
                 solver=solver,
             ),

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from megtool.quantize.report import QuantizeReport
 
 from megtool.quantize.obtain_qparams import solve
-from megtool.quantize.request import QuantizeRequest
+from megtool.quantize.request import QuantizeRun
 
 
 def run_quantize(
-    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRun, samples: CalibrationSamples | None, progress: Progress
 ) -> QuantizeReport:
     """Calibrate if needed, write, verify and evaluate.
 
@@ -52,14 +52,14 @@ def run_quantize(
     return report
 
 
-def _remove_work(request: QuantizeRequest) -> None:
+def _remove_work(request: QuantizeRun) -> None:
     """Remove the files to resume from, unless the user chose the folder; on the first process."""
-    if request.calibration.work is None and os.environ.get("RANK", "0") == "0":
+    if request.calibration.work_dir is None and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(request.work, ignore_errors=True)
 
 
 def _run_stages(
-    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRun, samples: CalibrationSamples | None, progress: Progress
 ) -> QuantizeReport:
     from megtool.quantize.finalize import build_calibration_report, finalize
     from megtool.quantize.report import QuantizeReport
@@ -73,18 +73,16 @@ def _run_stages(
     if solved is None:  # another process writes
         return QuantizeReport.elsewhere(str(request.resolved.source.path), str(request.destination))
     if solved.calibration_file is not None:
-        if request.calibration.only:
+        if request.calibration.calibrate_only:
             solved.calibration_file.save(request.destination)
-        if request.calibration.keep is not None:
-            solved.calibration_file.save(request.calibration.keep)
-    if request.calibration.only:
+        if request.calibration.save_calibration is not None:
+            solved.calibration_file.save(request.calibration.save_calibration)
+    if request.calibration.calibrate_only:
         return build_calibration_report(request, solved, samples, seconds)
     return finalize(request, solved, samples, seconds, progress)
 
 
-def _measure(
-    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
-) -> None:
+def _measure(request: QuantizeRun, samples: CalibrationSamples | None, progress: Progress) -> None:
     """Measure the sensitivity of each decision unit, and choose formats."""
     from megtool.quant.calibration.resume_folder import SENSITIVITY_FOLDER
     from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
@@ -101,10 +99,10 @@ def _measure(
             settings=SensitivitySettings(
                 groups=groups,
                 dtype=request.runtime.dtype or "float32",
-                resident=request.calibration.resident,
+                stream_layers=request.runtime.stream_layers,
                 threads=request.runtime.threads,
                 resume_folder=request.work / SENSITIVITY_FOLDER,
-                group_size=request.group_size,
+                group_size=request.recipe.group_size or 0,
             ),
             fingerprint=request.fingerprint(samples),
             progress=progress,

@@ -1,4 +1,4 @@
-"""The request of a `quantize` run: its options, and all that is derived from them before work."""
+"""A run of `quantize`: its options, and all that is derived from them before work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megtool.errors import DestinationError, MappingError, MegtoolError, UsageError
+from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import RuntimeOptions
-from megtool.options.layout import LayoutOptions
+from megtool.options.quantize import (
+    CalibrationOptions,
+    QuantizedOutputOptions,
+    RecipeOptions,
+    StreamedRuntimeOptions,
+)
 from megtool.process.worker_identity import WorkerIdentity
 from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import ResolvedRecipe
 from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
-from megtool.quantize.calibration_data import CalibrationDataOptions, CalibrationSamples
+from megtool.quantize.calibration_data import CalibrationSamples
 from megtool.source.open import require_decoder
 from megtool.staging.destination.check import check_file
 from megtool.staging.destination.store_check import (
@@ -45,57 +51,25 @@ DEFAULT_EVALUATION_TOKENS = 8192
 """The number of tokens for evaluating both models."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationOptions:
-    """Options of calibration; see `quantize`."""
-
-    data_options: CalibrationDataOptions
-    tokenizer: str | Path | None
-    unseen: str | None
-    route_all: bool
-    resident: bool
-    spill: bool
-    backend: str
-    files: tuple[Path, ...]
-    keep: Path | None
-    only: bool
-    work: Path | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeOutputOptions:
-    """How the result is written, measured and shown; see `quantize`. `layout` is that of the
-    checkpoint that is written, with `to` torch_dist."""
-
-    memory: str
-    max_shard_size: str | None
-    overwrite: bool
-    fsync: bool
-    evaluate: str | None
-    evaluate_tokens: int
-    page: Path | None
-    worker: str | None
-    to: str = "hf"
-    layout: LayoutOptions = field(default_factory=LayoutOptions)
-
-
 @dataclass(kw_only=True)
-class QuantizeRequest:
+class QuantizeRun:
     """A run of `quantize`.
 
     `auto` is the choice of formats by `sensitivities`, if the recipe leaves formats open; `written`
-    is then the hash of the recipe before the choice. `worker` is this process, if several write.
+    is then the hash of the recipe before the choice. `worker` is this process, if several write;
+    `page` is where the report is written, too.
     """
 
     resolved: ResolvedRecipe
     destination: Path
-    recipe: str
-    bits: float | None
-    group_size: int
     began: float
-    runtime: RuntimeOptions
-    calibration: CalibrationOptions
-    output: QuantizeOutputOptions
+    recipe: RecipeOptions
+    bits: float | None = None
+    runtime: RuntimeOptions = field(default_factory=StreamedRuntimeOptions)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    output: QuantizedOutputOptions = field(default_factory=QuantizedOutputOptions)
+    execution: ExecutionOptions = field(default_factory=ExecutionOptions)
+    page: Path | None = None
     auto: FormatChoice | None = None
     sensitivities: Sensitivities | None = None
     written: str = ""
@@ -146,8 +120,8 @@ class QuantizeRequest:
     @property
     def work(self) -> Path:
         """The folder with finished layers, to resume from."""
-        if self.calibration.work is not None:
-            return self.calibration.work
+        if self.calibration.work_dir is not None:
+            return self.calibration.work_dir
         if is_remote(self.destination):
             return local_work_folder(self.destination, "calibration")
         return self.destination.parent / f".{self.destination.name}.calibration"
@@ -173,7 +147,7 @@ class QuantizeRequest:
             target=resolved.target,
             architecture=resolved.architecture,
             bits=self.bits or 0.0,
-            group_size=self.group_size,
+            group_size=self.recipe.group_size or 0,
         )
         self.written = self.fingerprint(None).recipe
         self.auto, self.sensitivities = choice, sensitivities
@@ -196,7 +170,7 @@ class QuantizeRequest:
             self.resolved.recipe,
             self.decisions,
             samples.batches() if samples else (),
-            seed=self.calibration.data_options.seed or 0,
+            seed=self.calibration.data.seed or 0,
         )
 
     @cached_property
@@ -204,7 +178,7 @@ class QuantizeRequest:
         """The merged calibration files; None if there are none."""
         from megtool.quant.calibration.calibration_file import CalibrationFile, merge_calibrations
 
-        files = self.calibration.files
+        files = self.calibration.calibration
         return merge_calibrations([CalibrationFile.load(path) for path in files]) if files else None
 
     @cached_property
@@ -212,10 +186,10 @@ class QuantizeRequest:
         """The texts for evaluating both models; empty if not requested."""
         from megtool.inference.evaluation.texts import read_token_documents
 
-        data, tokenizer = self.output.evaluate, self.calibration.tokenizer
+        data, tokenizer = self.output.eval_data, self.calibration.tokenizer
         if data is None:
             return []
-        most = self.output.evaluate_tokens
+        most = self.output.eval_tokens or DEFAULT_EVALUATION_TOKENS
         return read_token_documents(data, self.model_source.tokenizer(tokenizer), max_tokens=most)
 
     def check_evaluation(self) -> None:
@@ -225,7 +199,7 @@ class QuantizeRequest:
             UsageError: there is no text, or no tokenizer.
             MegtoolError: they cannot be read.
         """
-        data = self.output.evaluate
+        data = self.output.eval_data
         if data is not None and not any(len(t.tokens) > 1 for t in self.evaluation):
             raise UsageError(
                 f"{data} has no text to evaluate on", hint="--eval-data FILE: at least two tokens"
@@ -263,7 +237,7 @@ class QuantizeRequest:
             wants_data=self.wants_data,
             samples=samples,
             calibration_file=self.calibration_file,
-            calibration=", ".join(str(path) for path in self.calibration.files),
+            calibration=", ".join(str(path) for path in self.calibration.calibration),
             threads=default_threads(self.runtime.threads, self.resolved.source.path),
         )
 
@@ -288,8 +262,8 @@ class QuantizeRequest:
             self.destination,
             files=Files(),
             fingerprint="",
-            overwrite=self.output.overwrite,
-            is_file=self.calibration.only,
+            overwrite=self.execution.overwrite,
+            is_file=self.calibration.calibrate_only,
             sources=[source.path, source.catalogue.root],
         )
         try:
@@ -301,36 +275,40 @@ class QuantizeRequest:
             raise
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         parent = self.destination.parent  # created if missing
-        if self.calibration.work is None:
+        if self.calibration.work_dir is None:
             Files().check_own_folder(self.work)
-        if self.calibration.keep is not None:
-            check_file(self.calibration.keep, parent)
-        if self.output.page is not None:
-            check_file(self.output.page, parent, self.destination)
+        if self.calibration.save_calibration is not None:
+            check_file(self.calibration.save_calibration, parent)
+        if self.page is not None:
+            check_file(self.page, parent, self.destination)
 
     def _check_prefix(self, destination: StorePath) -> None:
         """Refuse a destination in a store that must not be written."""
         source = self.resolved.source
-        is_file = self.calibration.only
+        is_file = self.calibration.calibrate_only
         check_surroundings(destination, [source.path, source.catalogue.root])
         if self.worker is None and not has_objects(staging_prefix(destination)):
-            check_free(destination, is_file=is_file, overwrite=self.output.overwrite)
+            check_free(destination, is_file=is_file, overwrite=self.execution.overwrite)
         if is_file:
             check_object(destination)
-        for path in (self.calibration.keep, self.output.page):
+        for path in (self.calibration.save_calibration, self.page):
             if path is not None:
                 check_file(path)
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
-        if self.calibration.work is None:
+        if self.calibration.work_dir is None:
             Files().check_own_folder(self.work)
 
     def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse output files that replace each other or the source, or that are inside a folder
         that is replaced."""
         c, destination = self.calibration, self.destination.resolve()
-        named = {"--save-calibration": c.keep, "--work-dir": c.work, "--report": self.output.page}
+        named = {
+            "--save-calibration": c.save_calibration,
+            "--work-dir": c.work_dir,
+            "--report": self.page,
+        }
         outputs = {name: path.resolve() for name, path in named.items() if path is not None}
-        if c.only and outputs.get("--save-calibration") == destination:
+        if c.calibrate_only and outputs.get("--save-calibration") == destination:
             del outputs["--save-calibration"]  # the same file
         owners = {destination: "DST"}
         for name, path in outputs.items():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from megtool import reshard
-from megtool.commands.reshard import parse_size
 from megtool.errors import (
     CoverageError,
     DestinationError,
@@ -21,6 +20,7 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.formats import open_checkpoint
+from megtool.options.sizes import parse_size
 from tests.support.errors import raises
 from tests.support.folders import contents, file_states, staging_folders, stored_tensors
 from tests.support.models import tiny_llama

@@ -258,6 +258,20 @@ def test_an_option_stands_in_one_group() -> None:
         all_fields(Twice)
 
 
+def test_a_shared_option_has_one_value_in_all_its_groups() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Both(Options):
+        shared: ClassVar = frozenset({"litres", "tanks"})
+        near: Fuel = group(Fuel)
+        far: Fuel = group(LongHaulFuel)
+
+    assert [entry.name for entry in all_fields(Both)] == ["litres", "tanks"]
+    options = build_options(Both, {"litres": 60})
+    assert (options.near.litres, options.far.litres) == (60, 60)
+    assert (Both().near.litres, Both().far.litres) == (10, 90)
+    assert replace_options(options, litres=70).far.litres == 70
+
+
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.api)
 def test_every_option_is_declared_in_full(verb: Verb) -> None:
     groups = {f.name for f in fields(verb.options) if "group" in f.metadata}

@@ -117,10 +117,10 @@ def peft(options: Options, phase: Phases) -> Options:
 def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
     from megtool.options.layout import LayoutOptions
+    from megtool.options.target import TargetOptions
     from megtool.plan.copies import PlanSource
     from megtool.plan.planner import build_plan
     from megtool.reshard.target import make_target
-    from megtool.reshard.writers.target_spec import TargetOptions
     from megtool.source.open import open_source
 
     with phase("open"):

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
+from megtool.options.execution import (
+    WITHOUT_CHECKS,
+    ExecutionOptions,
+    LargeExecutionOptions,
+)
+from megtool.options.field import OptionCondition, Options, argument, group, option
 from megtool.options.groups import (
-    INPUT,
-    OUTPUT,
     SOURCE,
     AdaptedSourceOptions,
-    EngineOptions,
-    OutputOptions,
     PageOptions,
     RuntimeOptions,
     SourceOptions,
-    TokenizerOptions,
-    WorkerOptions,
+)
+from megtool.options.quantize import (
+    RECIPE,
+    CalibrationOptions,
+    QuantizedOutputOptions,
+    RecipeOptions,
+    StreamedRuntimeOptions,
 )
 from megtool.storage.location.path import location
-
-RECIPE, CALIBRATION, CHECK = "Recipe", "Calibration", "Check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,39 +189,22 @@ CONDITIONS = (
 )
 """In the order in which they are checked."""
 
-_SAMPLES = (_NO_FILE, _USES_DATA)
-"""What an option that chooses calibration data needs."""
+_SAMPLES = (
+    *("data", "field", "split", "samples", "seq_length", "seed", "synthetic"),
+    *("offload_activations", "work_dir"),
+)
+"""The options that choose calibration data."""
 
-_RUN = (_NO_FILE_OR_MEASURED, _USES_DATA_OR_MEASURED)
-"""What an option of running the model needs."""
+_EXPERTS = ("uncalibrated_experts", "calibrate_all_experts")
+_RUN = ("stream_layers", "device", "dtype", "kernels")
+"""The options of running the model."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeOptions(EngineOptions):
-    """A recipe, and what it is applied for."""
-
-    recipe: str = option(
-        RECIPE,
-        "A shipped recipe (megtool recipe list), or a file of megtool, Megatron, ModelOpt or "
-        "compressed-tensors.",
-        REQUIRED,
-        metavar="R",
-    )
-    group_size: int | None = option(
-        RECIPE, "Group size instead of the recipe's.", metavar="N", minimum=1
-    )
+_MEASURED = ("eval_data", "eval_tokens")
+_WRITTEN = ("to", "dst_tp", "dst_pp", "dst_ep", "max_shard_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeOptions(
-    RecipeOptions,
-    AdaptedSourceOptions,
-    TokenizerOptions,
-    RuntimeOptions,
-    OutputOptions,
-    WorkerOptions,
-    PageOptions,
-):
+class QuantizeOptions(PageOptions):
     """Quantize a checkpoint in any format for an engine, and check the result.
 
     Writes a Hugging Face folder that vLLM, SGLang and TensorRT-LLM load, or with --to torch_dist a
@@ -228,12 +215,32 @@ class QuantizeOptions(
     """
 
     extra_needs: ClassVar = {
-        _QUANTIZES: ("fsync", "report"),
-        _NO_FILE: ("tp", "pp", "ep", "etp", "cp"),
-        _NO_FILE_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
+        _CHOOSES: ("bits",),
+        _MAKES_CALIBRATION: ("save_calibration", "calibrate_only"),
+        _MEGTOOL: ("uncalibrated_experts", "calibration", "save_calibration", "calibrate_only"),
+        _QUANTIZES: (*_WRITTEN, *_MEASURED, "memory", "fsync", "report"),
+        _IS_MEGATRON: ("dst_tp", "dst_pp", "dst_ep"),
+        _IS_FOLDER: ("eval_data", "max_shard_size"),
+        _NO_FILE: (*_SAMPLES, "calibrate_only", "tp", "pp", "ep", "etp", "cp"),
+        _NO_FILE_OR_MEASURED: ("tokenizer", *_RUN),
+        _NOT_SYNTHETIC: ("data", "field", "split"),
         _NOT_SYNTHETIC_OR_MEASURED: ("tokenizer",),
-        _USES_DATA_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
-        _HAS_EXPERTS: ("ep", "etp"),
+        _HAS_DATA: ("field", "split"),
+        _NOT_INDEXED: ("field", "split"),
+        _NOT_ONE_FILE: ("split",),
+        _NOT_PLAIN: ("field",),
+        _EVALUATES: ("eval_tokens",),
+        _USES_DATA: (*_SAMPLES, *_EXPERTS, "calibration"),
+        _USES_DATA_OR_MEASURED: ("tokenizer", *_RUN),
+        _RUNS_BACKEND: ("backend",),
+        _HAS_EXPERTS: (*_EXPERTS, "ep", "etp"),
+    }
+    not_offered: ClassVar = WITHOUT_CHECKS | {"unsafe_store"}
+    shared: ClassVar = frozenset({"threads"})
+    shown_after: ClassVar = {
+        "tokenizer": "like",
+        "stream_layers": "calibrate_all_experts",
+        "target": "memory",
     }
 
     source: Path = argument(SOURCE, "SRC")
@@ -245,152 +252,13 @@ class QuantizeOptions(
         "Budget of a recipe that chooses formats, in bits per weight.",
         metavar="X",
         minimum=1,
-        needs=(_CHOOSES,),
     )
-    data: str | None = option(
-        INPUT,
-        "Calibration data: text, JSON lines, parquet, Megatron's .bin, or a data set "
-        "NAME[:CONFIG][:SPLIT]; default: a text that comes with megtool.",
-        metavar="FILE",
-        needs=(*_SAMPLES, _NOT_SYNTHETIC),
-    )
-    field: str | None = option(
-        INPUT,
-        "The field of a record with its text.",
-        metavar="NAME",
-        needs=(*_SAMPLES, _NOT_SYNTHETIC, _HAS_DATA, _NOT_INDEXED, _NOT_PLAIN),
-    )
-    split: str | None = option(
-        INPUT,
-        "The split of a data set.",
-        metavar="NAME",
-        needs=(*_SAMPLES, _NOT_SYNTHETIC, _HAS_DATA, _NOT_INDEXED, _NOT_ONE_FILE),
-    )
-    samples: int | None = option(
-        CALIBRATION,
-        "Samples; default: 128, or as many as the data has.",
-        metavar="N",
-        minimum=1,
-        needs=_SAMPLES,
-    )
-    seq_length: int | None = option(
-        CALIBRATION, "Tokens of a sample; default: 512.", metavar="N", minimum=1, needs=_SAMPLES
-    )
-    seed: int | None = option(
-        CALIBRATION,
-        "Sample at random from all of the data; default: its first texts.",
-        metavar="N",
-        needs=_SAMPLES,
-    )
-    synthetic: bool = option(CALIBRATION, "Calibrate on random tokens.", False, needs=_SAMPLES)
-    uncalibrated_experts: Literal["share", "weights", "none"] | None = option(
-        CALIBRATION,
-        "Experts that too few tokens reached: share uses the statistics of the other experts "
-        "(default, or as in --calibration), weights those of the weights alone, none what there "
-        "is.",
-        needs=(_MEGTOOL, _USES_DATA, _HAS_EXPERTS),
-    )
-    calibrate_all_experts: bool = option(
-        CALIBRATION,
-        "Send every token to every expert.",
-        False,
-        needs=(_USES_DATA, _HAS_EXPERTS),
-    )
-    stream_layers: bool = option(
-        CALIBRATION,
-        "Keep one layer in memory at a time; --no-stream-layers is faster if the model fits.",
-        True,
-        needs=_RUN,
-    )
-    offload_activations: bool = option(
-        CALIBRATION,
-        "Keep activations on disk between layers.",
-        False,
-        needs=_SAMPLES,
-    )
-    backend: Literal["megtool", "modelopt"] = option(
-        CALIBRATION,
-        "What calibrates; modelopt: NVIDIA ModelOpt.",
-        "megtool",
-        needs=(_RUNS_BACKEND,),
-    )
-    calibration: tuple[Path, ...] = option(
-        INPUT,
-        "A calibration file to use instead of data, for any --bits too; repeatable, merged.",
-        (),
-        metavar="FILE",
-        needs=(_MEGTOOL, _USES_DATA),
-    )
-    save_calibration: Path | None = option(
-        OUTPUT,
-        "Also save the calibration.",
-        metavar="FILE",
-        is_written=True,
-        needs=(_MAKES_CALIBRATION, _MEGTOOL),
-    )
-    calibrate_only: bool = option(
-        CALIBRATION,
-        "Write only the calibration file, to DST.",
-        False,
-        needs=(_MAKES_CALIBRATION, _MEGTOOL, _NO_FILE),
-    )
-    work_dir: Path | None = option(
-        CALIBRATION,
-        "Where finished layers are stored until the end; default: next to DST.",
-        metavar="FOLDER",
-        needs=_SAMPLES,
-    )
-    eval_data: str | None = option(
-        CHECK,
-        "Measure perplexity and divergence before and after on this text.",
-        metavar="FILE",
-        needs=(_QUANTIZES, _IS_FOLDER),
-    )
-    eval_tokens: int | None = option(
-        CHECK,
-        "Tokens of it; default: 8192.",
-        metavar="N",
-        minimum=2,
-        needs=(_QUANTIZES, _EVALUATES),
-    )
-    to: Literal["hf", "torch_dist"] = option(
-        OUTPUT,
-        "hf: codes and scales for engines; torch_dist: a Megatron checkpoint with ModelOpt's "
-        "quantizers, for its training, and for `megtool export`.",
-        "hf",
-        needs=(_QUANTIZES,),
-    )
-    dst_tp: int | None = option(
-        OUTPUT,
-        "Tensor-parallel size of the Megatron checkpoint; default: 1.",
-        metavar="N",
-        minimum=1,
-        needs=(_QUANTIZES, _IS_MEGATRON),
-    )
-    dst_pp: int | None = option(
-        OUTPUT,
-        "Its pipeline-parallel size.",
-        metavar="N",
-        minimum=1,
-        needs=(_QUANTIZES, _IS_MEGATRON),
-    )
-    dst_ep: int | None = option(
-        OUTPUT,
-        "Its expert-parallel size.",
-        metavar="N",
-        minimum=1,
-        needs=(_QUANTIZES, _IS_MEGATRON),
-    )
-    max_shard_size: str | None = option(
-        OUTPUT, "Largest file; default: 5GB.", metavar="SIZE", needs=(_QUANTIZES, _IS_FOLDER)
-    )
-    memory: str = option(
-        OUTPUT,
-        "Most memory for buffers (at least 384 KiB per thread).",
-        "256MiB",
-        metavar="SIZE",
-        needs=(_QUANTIZES,),
-    )
+    calibration: CalibrationOptions = group(CalibrationOptions)
+    output: QuantizedOutputOptions = group(QuantizedOutputOptions)
+    recipe: RecipeOptions = group(RecipeOptions)
+    reading: AdaptedSourceOptions = group(AdaptedSourceOptions)
+    runtime: RuntimeOptions = group(StreamedRuntimeOptions)
+    execution: ExecutionOptions = group(LargeExecutionOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +280,7 @@ class ShowRecipeOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainRecipeOptions(RecipeOptions, SourceOptions):
+class ExplainRecipeOptions(Options):
     """Show which rule applies to each module of a checkpoint, and how large the result will be.
 
     Reads only headers.
@@ -421,3 +289,5 @@ class ExplainRecipeOptions(RecipeOptions, SourceOptions):
     """
 
     source: Path = argument(SOURCE, "SRC")
+    recipe: RecipeOptions = group(RecipeOptions)
+    reading: SourceOptions = group(SourceOptions)

@@ -66,11 +66,11 @@ def calibrate(
     Raises:
         CalibrationError: no data; NaN or Inf (names layer and sample); `resume_folder` belongs to
             another calibration.
-        UsageError: `spills` without `resume_folder`; weights that do not fit.
+        UsageError: `offload_activations` without `resume_folder`; weights that do not fit.
         CheckpointError: the weights cannot be read; the disk is full.
     """
     settings = CalibrationSettings() if settings is None else settings
-    if settings.spills and settings.resume_folder is None:
+    if settings.offload_activations and settings.resume_folder is None:
         raise UsageError(
             "spilling activations needs a folder", hint="set it with --work-dir FOLDER"
         )
@@ -98,8 +98,8 @@ def calibrate(
                 "dtype": settings.dtype,
                 "device": groups.device.type,
                 "sequential": sequential,
-                "policy": settings.policy,
-                "route_all": settings.route_all,
+                "policy": settings.uncalibrated_experts,
+                "route_all": settings.calibrate_all_experts,
                 "layout": _layout_text(groups),
                 "pieces": [list(p.batch.shape) for p in micro_batches],
                 **({} if settings.solver is None else {"solver": settings.solver.name}),
@@ -130,8 +130,8 @@ def calibrate(
         num_samples=sum(p.batch.shape[0] for p in micro_batches),
         num_tokens=num_valid(micro_batches),
         sequential=sequential,
-        policy=settings.policy,
-        route_all=settings.route_all,
+        uncalibrated_experts=settings.uncalibrated_experts,
+        calibrate_all_experts=settings.calibrate_all_experts,
         statistics=statistics,
         qparams=qparams,
     )
@@ -184,13 +184,13 @@ def resolve_calibration(
     *,
     fingerprint: Fingerprint | None = None,
     stored_recipe: str = "",
-    policy: str | None = None,
+    uncalibrated_experts: str | None = None,
 ) -> CalibrationFile:
     """Solve quantization parameters again from stored statistics, for other decisions.
 
     Call `calibration_file.check_fits` first. `fingerprint` is that of the current recipe,
-    `stored_recipe` its hash before formats are chosen, if different; `policy` is for experts
-    without data (None: as in the file).
+    `stored_recipe` its hash before formats are chosen, if different; `uncalibrated_experts` None
+    is as in the file.
 
     Raises:
         CalibrationError: a decision needs data that the file does not have.
@@ -199,7 +199,8 @@ def resolve_calibration(
         raise CalibrationError(
             "the model is unknown: the checkpoint has no config", hint="--like HF_FOLDER"
         )
-    policy = calibration.policy if policy is None else policy
+    if uncalibrated_experts is None:
+        uncalibrated_experts = calibration.uncalibrated_experts
     by_module = {d.module.name: d for d in decisions}
     qparams = QParams()
     by_layer: dict[int | None, list[ActivationSite]] = {}
@@ -212,7 +213,7 @@ def resolve_calibration(
                 for p in layer_sites
                 if p.name in calibration.statistics
             }
-            full, notes = fill_missing_statistics(layer_sites, measured, policy)
+            full, notes = fill_missing_statistics(layer_sites, measured, uncalibrated_experts)
             qparams.update(
                 solve_qparams(
                     layer_sites,
@@ -232,7 +233,7 @@ def resolve_calibration(
         calibration,
         fingerprint=replace(calibration.fingerprint, recipe=stored_recipe or solved_recipe),
         solved_recipe=solved_recipe,
-        policy=policy,
+        uncalibrated_experts=uncalibrated_experts,
         qparams=qparams,
         needs_solving=False,
     )

@@ -40,8 +40,8 @@ class CalibrationFile:
         num_tokens: tokens without padding.
         data_hashes: sorted hashes of all merged data.
         sequential: layers saw the quantized outputs of the layers before them.
-        policy: how experts without data were handled.
-        route_all: every expert saw every token.
+        uncalibrated_experts: how experts without data were handled.
+        calibrate_all_experts: every expert saw every token.
         statistics: as measured (nothing filled in), for all sites of the model.
         needs_solving: `qparams` is empty, as after a merge: see `calibrate.resolve_calibration`.
         sensitivities: for recipes that choose formats; another budget can choose again from them.
@@ -54,8 +54,8 @@ class CalibrationFile:
     num_tokens: int
     data_hashes: tuple[str, ...] = ()
     sequential: bool = False
-    policy: str = "share"
-    route_all: bool = False
+    uncalibrated_experts: str = "share"
+    calibrate_all_experts: bool = False
     statistics: dict[str, ActivationStatistics] = field(default_factory=dict)
     qparams: QParams = field(default_factory=QParams)
     needs_solving: bool = False
@@ -88,8 +88,8 @@ class CalibrationFile:
             "num_tokens": self.num_tokens,
             "data_hashes": list(self.data_hashes),
             "sequential": self.sequential,
-            "policy": self.policy,
-            "route_all": self.route_all,
+            "policy": self.uncalibrated_experts,
+            "route_all": self.calibrate_all_experts,
             "needs_solving": self.needs_solving,
             "solved_recipe": self.solved_recipe,
             "sensitivities": None if self.sensitivities is None else self.sensitivities.to_json(),
@@ -122,8 +122,8 @@ class CalibrationFile:
                 num_tokens=_count(facts["num_tokens"]),
                 data_hashes=tuple(sorted(_text(d) for d in facts["data_hashes"])),
                 sequential=_flag(facts["sequential"]),
-                policy=_text(facts["policy"]),
-                route_all=_flag(facts["route_all"]),
+                uncalibrated_experts=_text(facts["policy"]),
+                calibrate_all_experts=_flag(facts["route_all"]),
                 statistics=decode_statistics(facts["statistics"], arrays),
                 qparams=decode_qparams(facts["qparams"], arrays),
                 needs_solving=_flag(facts["needs_solving"]),
@@ -171,7 +171,7 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
                 hint="calibrate again with one version of megtool",
                 error_id="foreign-calibration",
             )
-        if first.route_all != calibration.route_all:
+        if first.calibrate_all_experts != calibration.calibrate_all_experts:
             raise CalibrationError(
                 f"calibration files 1 and {number}: one was made with --calibrate-all-experts, the "
                 "other without",
@@ -191,7 +191,7 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
         statistics = {n: s.merge(calibration.statistics[n]) for n, s in statistics.items()}
     data = hashlib.sha256("\n".join(data_hashes).encode()).hexdigest()
     seeds = {a.fingerprint.seed for a in calibrations}
-    policies = {a.policy for a in calibrations}
+    policies = {a.uncalibrated_experts for a in calibrations}
     losses = [a.sensitivities for a in calibrations if a.sensitivities is not None]
     return CalibrationFile(
         fingerprint=replace(
@@ -201,8 +201,8 @@ def merge_calibrations(calibrations: Sequence[CalibrationFile]) -> CalibrationFi
         num_tokens=sum(a.num_tokens for a in calibrations),
         data_hashes=tuple(data_hashes),
         sequential=any(a.sequential for a in calibrations),
-        policy=policies.pop() if len(policies) == 1 else "share",
-        route_all=first.route_all,
+        uncalibrated_experts=policies.pop() if len(policies) == 1 else "share",
+        calibrate_all_experts=first.calibrate_all_experts,
         statistics=statistics,
         needs_solving=True,
         sensitivities=sensitivities.merge_sensitivities(losses)
@@ -218,24 +218,24 @@ def check_fits(
     decisions: Iterable[Decision],
     sites: Iterable[ActivationSite],
     *,
-    policy: str | None = None,
-    route_all: bool = False,
+    uncalibrated_experts: str | None = None,
+    calibrate_all_experts: bool = False,
 ) -> bool:
     """Return whether the stored parameters can be used as they are; if not, solve them again.
 
     `fingerprint` is that of the current model and recipe, with chosen formats; its data hash is
-    ignored. `policy` is how experts without data are handled (None: as in the file), and with
-    `route_all` every expert must have seen every token.
+    ignored. `uncalibrated_experts` is how experts without data are handled (None: as in the file),
+    and with `calibrate_all_experts` every expert must have seen every token.
 
     Raises:
-        CalibrationError: the file is of another model; or of another recipe, policy or of several
-            runs while an algorithm needs more than statistics; or its statistics come from layers
-            behind others that were quantized by another recipe.
+        CalibrationError: the file is of another model; or of another recipe, another handling of
+            experts, or of several runs while an algorithm needs more than statistics; or its
+            statistics come from layers behind others that were quantized by another recipe.
     """
     check_model(calibration, fingerprint)
     listed = tuple(sites)
     experts = any(p.expert is not None for p in listed)
-    if route_all and experts and not calibration.route_all:
+    if calibrate_all_experts and experts and not calibration.calibrate_all_experts:
         raise CalibrationError(
             "--calibrate-all-experts: the calibration file was made without this option",
             hint=_RECALIBRATE_HINT,
@@ -244,8 +244,12 @@ def check_fits(
     reason = "several runs" if calibration.needs_solving else ""
     if calibration.solved_recipe != fingerprint.recipe:
         reason = "another recipe"
-    elif experts and policy not in (None, calibration.policy) and not calibration.needs_solving:
-        reason = f"--uncalibrated-experts {calibration.policy}"
+    elif (
+        experts
+        and uncalibrated_experts not in (None, calibration.uncalibrated_experts)
+        and not calibration.needs_solving
+    ):
+        reason = f"--uncalibrated-experts {calibration.uncalibrated_experts}"
     if not reason:
         return True
     if calibration.sequential and reason == "another recipe":

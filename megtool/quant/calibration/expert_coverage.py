@@ -77,7 +77,7 @@ def measure_coverage(
 def fill_missing_statistics(
     sites: Iterable[ActivationSite],
     statistics: Mapping[str, ActivationStatistics],
-    policy: str = "share",
+    uncalibrated_experts: str = "share",
     *,
     min_tokens: int = MIN_EXPERT_TOKENS,
 ) -> tuple[dict[str, ActivationStatistics], list[str]]:
@@ -90,11 +90,11 @@ def fill_missing_statistics(
     If no expert of a layer has tokens, all get none. Other sites are unchanged.
 
     Raises:
-        CalibrationError: unknown policy.
+        CalibrationError: there is no such handling of experts.
     """
-    if policy not in POLICIES:
+    if uncalibrated_experts not in POLICIES:
         raise CalibrationError(
-            f"the policy {policy!r} for experts without data is unknown",
+            f"the policy {uncalibrated_experts!r} for experts without data is unknown",
             hint=f"known: {', '.join(POLICIES)}",
         )
     out = dict(statistics)
@@ -106,14 +106,16 @@ def fill_missing_statistics(
     notes: dict[str, None] = {}
     for (mixture, _), siblings in sibling_groups.items():
         uncovered = [p for p in siblings if statistics[p.name].num_tokens < min_tokens]
-        if policy == "none":
+        if uncalibrated_experts == "none":
             uncovered = [p for p in uncovered if not statistics[p.name].num_tokens]
         if not uncovered:
             continue
         numbers = _format_experts([p.expert for p in uncovered if p.expert is not None])
         measured = [s for p in siblings if (s := statistics[p.name]).num_tokens]
         shared = (
-            reduce(ActivationStatistics.merge, measured) if policy == "share" and measured else None
+            reduce(ActivationStatistics.merge, measured)
+            if uncalibrated_experts == "share" and measured
+            else None
         )
         for p in uncovered:
             if shared is None:
@@ -123,7 +125,9 @@ def fill_missing_statistics(
         action = "they are quantized by their weights alone"
         if shared is not None:
             action = f"they use the merged statistics of all {len(siblings)}"
-        shortage = "no token" if policy == "none" else f"fewer than {min_tokens} tokens"
+        shortage = (
+            "no token" if uncalibrated_experts == "none" else f"fewer than {min_tokens} tokens"
+        )
         notes[f"{mixture}: {numbers} received {shortage}; {action}"] = None
     return out, list(notes)
 

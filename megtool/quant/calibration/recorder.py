@@ -38,8 +38,8 @@ class ActivationRecorder:
 
     Call `start` for a layer, `set_batch` before each forward pass, and `collect` for the
     statistics. Sites named in `gram` and `sample` also get these, and those in `normalize_tokens` a
-    token-normalized Gram matrix (see `RunningStatistics`). With `route_all` every expert observes
-    every token; the outputs of the pass do not change.
+    token-normalized Gram matrix (see `RunningStatistics`). With `calibrate_all_experts` every
+    expert observes every token; the outputs of the pass do not change.
 
     Every rank makes the same calls. Statistics cover all ranks' tokens and columns and are the same
     on every rank of a pipeline stage. NaN or Inf raises during the pass with one process on a CPU,
@@ -55,7 +55,7 @@ class ActivationRecorder:
         gram: Collection[str] = (),
         normalize_tokens: Collection[str] = (),
         sample: Collection[str] = (),
-        route_all: bool = False,
+        calibrate_all_experts: bool = False,
     ) -> None:
         self.decoder = decoder
         self.groups = decoder.groups if groups is None else groups
@@ -63,7 +63,7 @@ class ActivationRecorder:
         for site in sites:
             self._sites[site.layer].append(site)
         self._gram, self._normalize_tokens = frozenset(gram), frozenset(normalize_tokens)
-        self._sample, self._route_all = frozenset(sample), route_all
+        self._sample, self._route_all = frozenset(sample), calibrate_all_experts
         self._watched: list[WatchedSite] = []
         self._moe: MoeMlp | None = None
         self._labels: dict[int, Tensor] = {}

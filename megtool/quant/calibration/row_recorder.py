@@ -37,9 +37,9 @@ class RowRecorder(ActivationRecorder):
         stage: Group,
         owners: Mapping[str, int],
         read: RowReader,
-        route_all: bool = False,
+        calibrate_all_experts: bool = False,
     ) -> None:
-        super().__init__(decoder, sites, route_all=route_all)
+        super().__init__(decoder, sites, calibrate_all_experts=calibrate_all_experts)
         self._stage, self._owners, self._read = stage, owners, read
         self._rows: dict[str, list[Tensor]] = defaultdict(list)
         self._bad: dict[str, int] = {}

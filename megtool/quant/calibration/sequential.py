@@ -85,7 +85,7 @@ class CalibrationRun:
                 self.config.residual_size,
                 dtype=decoder.dtype,
                 device=decoder.groups.device,
-                spilled=self.settings.spills,
+                spilled=self.settings.offload_activations,
             )
             for _ in range(1 + self.learned)
         )
@@ -246,7 +246,7 @@ class _UnitRunner:
             normalize_tokens={p.name for p, n in requirements if n.normalized_gram}
             - {p.name for p, n in requirements if n.gram and not n.normalized_gram},
             sample={p.name for p, n in requirements if n.sample},
-            route_all=run.settings.route_all,
+            calibrate_all_experts=run.settings.calibrate_all_experts,
         )
         stores_output = not is_last and not reruns
         if stores_output:
@@ -433,7 +433,7 @@ class _UnitRunner:
     ) -> QParams:
         """Solve the unit's parameters; the ranks of the stage split the sites."""
         run, ranks = self.run, self.run.ranks
-        full, notes = fill_missing_statistics(sites, statistics, run.settings.policy)
+        full, notes = fill_missing_statistics(sites, statistics, run.settings.uncalibrated_experts)
         stage_ranks = ranks.gather_stage(self.groups.rank)
         local_sites = sites[stage_ranks.index(self.groups.rank) :: len(stage_ranks)]
         part, local_error = QParams(), None
@@ -484,7 +484,7 @@ class _UnitRunner:
         if unit + 1 == len(self.stages):
             return
         sender, receiver = self._stage(unit), self._stage(unit + 1)
-        spilled = self.run.settings.spills and not self._writes
+        spilled = self.run.settings.offload_activations and not self._writes
         if sender == receiver and not spilled:
             return
         path = self.activations_file(unit + 1)

@@ -47,7 +47,7 @@ class CalibrationRuntime:
         groups: process groups (None: a single process).
         dtype: dtype of activations and weights.
         device: device of a single process.
-        resident: load the whole model once instead of layer by layer.
+        stream_layers: keep one layer in memory at a time, instead of the whole model.
         threads: threads that read weights.
         resume_folder: folder to resume from after an interruption.
     """
@@ -55,7 +55,7 @@ class CalibrationRuntime:
     groups: ProcessGroups | None = None
     dtype: str = "float32"
     device: torch.device | str = "cpu"
-    resident: bool = False
+    stream_layers: bool = True
     threads: int | None = None
     resume_folder: Path | None = None
 
@@ -66,12 +66,12 @@ class CalibrationRuntime:
     def load(
         self, source: CheckpointSource, groups: ProcessGroups, *, stream_layers: bool = True
     ) -> Decoder:
-        """Load a model; layer by layer if `stream_layers`, unless it is resident."""
+        """Load a model, layer by layer if asked for here and in the settings."""
         return load(
             source,
             groups=groups,
             dtype=self.dtype,
-            stream_layers=stream_layers and not self.resident,
+            stream_layers=stream_layers and self.stream_layers,
             threads=self.threads,
         )
 
@@ -83,14 +83,14 @@ class CalibrationSettings(CalibrationRuntime):
     Args:
         sequential: later layers see the quantized outputs of earlier ones (None: if the algorithm
             asks for it).
-        policy: how experts without data are handled (see `expert_coverage`).
-        route_all: experts see all tokens.
-        spills: keep activations between layers in `resume_folder` instead of memory.
+        uncalibrated_experts: how experts without data are handled (see `expert_coverage`).
+        calibrate_all_experts: experts see all tokens.
+        offload_activations: keep activations between layers in `resume_folder` instead of memory.
         solver: solves units by itself (None: by statistics, which the result then has).
     """
 
     sequential: bool | None = None
-    policy: str = "share"
-    route_all: bool = False
-    spills: bool = False
+    uncalibrated_experts: str = "share"
+    calibrate_all_experts: bool = False
+    offload_activations: bool = False
     solver: UnitSolver | None = None

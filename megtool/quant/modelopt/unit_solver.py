@@ -43,7 +43,7 @@ class ModelOptSolver:
         decisions: the format of each module.
         sites: all activation sites of the model.
         groups: the process groups.
-        route_all: experts see all tokens.
+        calibrate_all_experts: experts see all tokens.
 
     Raises:
         MissingPackageError: ModelOpt is not installed.
@@ -59,10 +59,10 @@ class ModelOptSolver:
         sites: Sequence[ActivationSite],
         groups: ProcessGroups,
         *,
-        route_all: bool = False,
+        calibrate_all_experts: bool = False,
     ) -> None:
         self._mtq = import_modelopt()
-        self._recipe, self._groups, self._route_all = recipe, groups, route_all
+        self._recipe, self._groups, self._route_all = recipe, groups, calibrate_all_experts
         self._decisions = {d.module.name: d for d in decisions}
         self._names = name_modules(decisions)
         self._readers = map_norm_readers(sites, [d.module for d in decisions])
@@ -118,7 +118,7 @@ class ModelOptSolver:
             stage=stage,
             owners=owners,
             read=read,
-            route_all=self._route_all,
+            calibrate_all_experts=self._route_all,
         )
         rounds = _SharedPasses(self._ranks, self._groups, lambda: run_pass(recorder))
         try:

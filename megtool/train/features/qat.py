@@ -31,8 +31,8 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.hook_locations import tapped
 from megtool.model.stacks.lora import adapters_of, merged_weight
 from megtool.options.effects import without_effect
-from megtool.options.groups import RuntimeOptions
 from megtool.options.layout import ParallelConfig
+from megtool.options.quantize import CalibrationOptions, RecipeOptions
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.learned_scales import BLOCK
 from megtool.quant.fake_quant.straight_through import straight_through
@@ -42,17 +42,12 @@ from megtool.quant.recipes.learned_scales import LearnedScales
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import resolve_recipe
 from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
-from megtool.quantize.calibration_data import CalibrationDataOptions
 from megtool.quantize.layout.megatron_source import (
     QuantizedMegatronSource,
     read_quantized_megatron,
 )
 from megtool.quantize.obtain_qparams import check_given, solve
-from megtool.quantize.request import (
-    CalibrationOptions,
-    QuantizeOutputOptions,
-    QuantizeRequest,
-)
+from megtool.quantize.request import QuantizeRun
 from megtool.source.checkpoint import CheckpointSource
 from megtool.train.checkpointing.protocol import CheckpointSaver
 from megtool.train.checkpointing.quantizer_state import QuantizerState
@@ -318,7 +313,7 @@ def read_quantizers(settings: TrainConfig, source: CheckpointSource) -> Quantize
 
 
 def solve_qat_qparams(
-    job: QuantizeRequest, progress: Progress
+    job: QuantizeRun, progress: Progress
 ) -> tuple[tuple[ActivationSite, ...], QParams]:
     """The activation sites of the model of a `make_qat_request`, and its quantization parameters.
 
@@ -331,9 +326,7 @@ def solve_qat_qparams(
     return job.sites, result.qparams
 
 
-def make_qat_request(
-    recipe: str, settings: TrainConfig, source: CheckpointSource
-) -> QuantizeRequest:
+def make_qat_request(recipe: str, settings: TrainConfig, source: CheckpointSource) -> QuantizeRun:
     """The quantization of the model in `source` that training emulates, from headers alone.
 
     Raises:
@@ -342,50 +335,20 @@ def make_qat_request(
         UsageError: it leaves the choice of formats open.
     """
     path, calibration = source.path, settings.calibration
-    decided = resolve_recipe(
-        path,
-        recipe,
-        iteration=settings.source.iteration,
-        family=settings.source.family,
-        like=settings.source.like,
-    )
+    decided = resolve_recipe(path, recipe, settings.source)
     if decided.recipe.rotation is not None:
         raise without_effect(
             f"--qat {recipe} cannot be used: it rotates the weights, and training does not",
             "a recipe without rotation; or quantize first by one that keeps all modules and "
             "rotates, and train the folder that it writes",
         )
-    job = QuantizeRequest(
+    files = () if calibration is None else (calibration,)
+    job = QuantizeRun(
         resolved=decided,
         destination=path,
-        recipe=recipe,
-        bits=None,
-        group_size=0,
         began=time.monotonic(),
-        runtime=RuntimeOptions(),
-        calibration=CalibrationOptions(
-            data_options=CalibrationDataOptions(),
-            tokenizer=None,
-            unseen=None,
-            route_all=False,
-            resident=False,
-            spill=False,
-            backend="megtool",
-            files=() if calibration is None else (calibration,),
-            keep=None,
-            only=False,
-            work=None,
-        ),
-        output=QuantizeOutputOptions(
-            memory="128MiB",
-            max_shard_size=None,
-            overwrite=False,
-            fsync=False,
-            evaluate=None,
-            evaluate_tokens=0,
-            page=None,
-            worker=None,
-        ),
+        recipe=RecipeOptions(recipe=recipe),
+        calibration=CalibrationOptions(calibration=files),
     )
     if any(d.format.number.has_branch for d in job.decisions if d.format and d.format.algo):
         raise without_effect(

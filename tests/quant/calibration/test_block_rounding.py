@@ -114,9 +114,12 @@ def test_a_step_takes_rows_of_several_micro_batches(llama: Path, tmp_path: Path)
 def test_resident_spilled_and_on_demand_are_the_same(llama: Path, tmp_path: Path) -> None:
     made = case(llama, recipe(tmp_path))
     wanted = saved_bytes(made.run(), tmp_path / "a")
-    assert saved_bytes(made.run(resident=True), tmp_path / "b") == wanted
+    assert saved_bytes(made.run(stream_layers=False), tmp_path / "b") == wanted
     work = tmp_path / "work"
-    assert saved_bytes(made.run(resume_folder=work, spills=True), tmp_path / "c") == wanted
+    assert (
+        saved_bytes(made.run(resume_folder=work, offload_activations=True), tmp_path / "c")
+        == wanted
+    )
     assert not list(work.glob("*into-*")), "activations are gone when they are needed no more"
 
 

@@ -76,9 +76,12 @@ def test_what_is_seen_is_what_transformers_multiplies(llama: Path) -> None:
 def test_resident_spilled_and_on_demand_are_the_same(llama: Path, tmp_path: Path) -> None:
     made = case(llama)
     wanted = saved_bytes(made.run(), tmp_path / "a")
-    assert saved_bytes(made.run(resident=True), tmp_path / "b") == wanted
+    assert saved_bytes(made.run(stream_layers=False), tmp_path / "b") == wanted
     work = tmp_path / "work"
-    assert saved_bytes(made.run(resume_folder=work, spills=True), tmp_path / "c") == wanted
+    assert (
+        saved_bytes(made.run(resume_folder=work, offload_activations=True), tmp_path / "c")
+        == wanted
+    )
     assert not list(work.glob("into-*")), "activations are gone when they are needed no more"
 
 
@@ -91,7 +94,7 @@ def test_every_point_of_a_mixture_is_seen(mixture: Path) -> None:
             found.statistics[f"layers.{layer}.mlp.experts.{e}.fc1"].num_tokens for e in range(4)
         ]
         assert sum(counts) == 2 * found.num_tokens
-    everyone = made.run(route_all=True).statistics
+    everyone = made.run(calibrate_all_experts=True).statistics
     assert everyone["layers.1.mlp.experts.0.down"].num_tokens == found.num_tokens
 
 
@@ -244,15 +247,18 @@ def test_residuals_side_by_side_are_spilled_and_resumed(
     made = case(family_models.save("deepseek_v4", tmp_path / "model", **family_models.SHORT_V4))
     config = made.source.config
     assert config.residual_size == 2 * config.hidden_size
-    wanted = saved_bytes(made.run(resident=True), tmp_path / "resident")
+    wanted = saved_bytes(made.run(stream_layers=False), tmp_path / "resident")
     assert saved_bytes(made.run(), tmp_path / "loaded on demand") == wanted
     work = tmp_path / "work"
     with monkeypatch.context() as patched:
         stop_behind(patched, 0)
         with pytest.raises(KeyboardInterrupt):
-            made.run(resume_folder=work, spills=True)
+            made.run(resume_folder=work, offload_activations=True)
     assert list(work.glob("into-*")), "the input of the next layer is kept"
-    assert saved_bytes(made.run(resume_folder=work, spills=True), tmp_path / "resumed") == wanted
+    assert (
+        saved_bytes(made.run(resume_folder=work, offload_activations=True), tmp_path / "resumed")
+        == wanted
+    )
 
 
 def test_a_finished_run_loads_nothing(
@@ -344,7 +350,7 @@ def test_no_data_and_no_room_to_spill(llama: Path) -> None:
     with pytest.raises(CalibrationError, match="no tokens"):
         case(llama, batches=[blank]).run()
     with pytest.raises(UsageError, match="needs a folder"):
-        case(llama).run(spills=True)
+        case(llama).run(offload_activations=True)
 
 
 def test_two_runs_do_not_share_a_folder(llama: Path, tmp_path: Path) -> None:
@@ -388,9 +394,9 @@ def test_pieces_hold_every_row_once(llama: Path) -> None:
 def test_layers_may_be_recorded_as_graphs(llama: Path) -> None:
     """By the rehearsal, which checks what a graph may do, and replays nothing else."""
     made = case(llama, batches=tokens(128, rows=1, count=9, width=8))
-    wanted = made.run(resident=True)
+    wanted = made.run(stream_layers=False)
     with check_graphs():
-        found = made.run(resident=True)
+        found = made.run(stream_layers=False)
     for name, s in wanted.statistics.items():
         assert found.statistics[name].num_tokens == s.num_tokens
         np.testing.assert_allclose(found.statistics[name].amax, s.amax, rtol=1e-6)

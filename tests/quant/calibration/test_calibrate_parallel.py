@@ -86,9 +86,9 @@ def on_rank_with_graphs(
     GraphedLayer.__call__ = count  # type: ignore[method-assign]
     try:
         made = case(folder, batches=tokens(128, rows=1, count=9, width=8))
-        plain = made.run(groups=groups, resident=True).statistics
+        plain = made.run(groups=groups, stream_layers=False).statistics
         with check_graphs():
-            graphed = made.run(groups=groups, resident=True).statistics
+            graphed = made.run(groups=groups, stream_layers=False).statistics
         return plain, graphed, replays
     finally:
         GraphedLayer.__call__ = call  # type: ignore[method-assign]
@@ -134,7 +134,7 @@ def test_stages_send_residuals_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"spills": True}])
+@pytest.mark.parametrize("more", [{}, {"offload_activations": True}])
 def test_work_is_shared_and_resumed(llama: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     layout, work = {"tp": 2, "pp": 2}, tmp_path / "work"
     (whole, *_) = run_world(on_rank, 4, llama, "int8_sq", layout, {})

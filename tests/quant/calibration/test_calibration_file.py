@@ -270,16 +270,16 @@ def test_what_layers_saw_behind_gptq_is_for_its_recipe_alone(llama: Path, tmp_pa
 def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     source = random_moe(tmp_path / "moe")
     mine = case(source, batches=tokens(128, count=1))
-    mine.run(policy="weights").save(tmp_path / "a")
+    mine.run(uncalibrated_experts="weights").save(tmp_path / "a")
     calibration = CalibrationFile.load(tmp_path / "a")
-    assert calibration.policy == "weights"
+    assert calibration.uncalibrated_experts == "weights"
     assert fits(calibration, mine)
-    assert fits(calibration, mine, policy="weights")
-    assert not fits(calibration, mine, policy="share"), "solved again"
+    assert fits(calibration, mine, uncalibrated_experts="weights")
+    assert not fits(calibration, mine, uncalibrated_experts="share"), "solved again"
     with pytest.raises(CalibrationError, match="--calibrate-all-experts"):
-        fits(calibration, mine, route_all=True)
-    everyone = replace(calibration, route_all=True)
-    assert fits(everyone, mine, route_all=True)
+        fits(calibration, mine, calibrate_all_experts=True)
+    everyone = replace(calibration, calibrate_all_experts=True)
+    assert fits(everyone, mine, calibrate_all_experts=True)
     assert fits(everyone, mine)
     with pytest.raises(CalibrationError, match="--calibrate-all-experts"):
         merge_calibrations([calibration, replace(everyone, data_hashes=("x",))])
@@ -289,4 +289,4 @@ def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     searched = replace(calibration, fingerprint=seen, solved_recipe=seen.recipe)
     assert fits(searched, other)
     with pytest.raises(CalibrationError, match="experts weights, and awq needs the inputs"):
-        fits(searched, other, policy="share")
+        fits(searched, other, uncalibrated_experts="share")

@@ -60,7 +60,7 @@ def test_of_a_real_mixture() -> None:
     some = points_of(decoder.config)
     (found,) = measure_coverage(some, record(decoder))
     assert sum(found.tokens) == 74 * decoder.config.num_experts_per_token
-    (every,) = measure_coverage(some, record(decoder, route_all=True))
+    (every,) = measure_coverage(some, record(decoder, calibrate_all_experts=True))
     assert every.tokens == (74,) * 8
 
 

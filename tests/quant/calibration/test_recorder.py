@@ -24,9 +24,13 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("shared and gated", {"tp": 2}, {"gram": True, "sequence_parallel": True}),
     ("shared and gated", {"dp": 2, "ep": 2}, {"gram": True}),
     ("shared and gated", {"dp": 2}, {"gram": True}),
-    ("latent", {"tp": 2, "ep": 2, "etp": 1}, {"route_all": True}),
+    ("latent", {"tp": 2, "ep": 2, "etp": 1}, {"calibrate_all_experts": True}),
     ("latent", {"tp": 2}, {"sequence_parallel": True}),
-    ("scaled input", {"tp": 2, "ep": 2, "etp": 1}, {"sequence_parallel": True, "route_all": True}),
+    (
+        "scaled input",
+        {"tp": 2, "ep": 2, "etp": 1},
+        {"sequence_parallel": True, "calibrate_all_experts": True},
+    ),
 ]
 
 
@@ -82,11 +86,11 @@ def test_all_experts_see_all_tokens_and_nothing_comes_of_it() -> None:
     batch = batches()[0][0]
     with torch.no_grad():
         want = decoder(batch)
-    found = record(decoder, route_all=True)
+    found = record(decoder, calibrate_all_experts=True)
     assert {s.num_tokens for s in found.values()} == {74}
     one = found["layers.1.mlp.experts.0.fc1"]
     np.testing.assert_array_equal(one.amax, found["layers.1.mlp.router"].amax)
-    recorder = ActivationRecorder(decoder, points_of(decoder.config), route_all=True)
+    recorder = ActivationRecorder(decoder, points_of(decoder.config), calibrate_all_experts=True)
     recorder.start(1)
     recorder.set_batch(batch)
     with torch.no_grad():

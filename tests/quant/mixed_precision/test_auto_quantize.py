@@ -178,7 +178,7 @@ def test_every_unit_costs_what_it_costs_alone(
 def test_little_memory_and_layers_on_disk_change_nothing(
     decided: ResolvedRecipe, sensitivities: Sensitivities, batches: list[Batch]
 ) -> None:
-    found = measure_sensitivities(decided, batches, memory_bytes=1, resident=True)
+    found = measure_sensitivities(decided, batches, memory_bytes=1, stream_layers=False)
     for name, some in sensitivities.losses.items():
         assert found.losses[name] == pytest.approx(dict(some), rel=1e-6, abs=1e-12)
     few = measure_sensitivities(decided, batches, most_tokens=40)

@@ -89,7 +89,7 @@ def record(
     dp: int = 1,
     gram: bool = False,
     normalize_tokens: bool = False,
-    route_all: bool = False,
+    calibrate_all_experts: bool = False,
     points: tuple[ActivationSite, ...] = (),
 ) -> dict[str, ActivationStatistics]:
     """Statistics of all points, layer by layer."""
@@ -101,7 +101,7 @@ def record(
         gram=asked,
         normalize_tokens=asked if normalize_tokens else (),
         sample=asked,
-        route_all=route_all,
+        calibrate_all_experts=calibrate_all_experts,
     )
     found: dict[str, ActivationStatistics] = {}
     for layer in (*range(decoder.config.num_layers), None):
