@@ -69,17 +69,10 @@ def generate(
     """
     from megtool.inference.generation.generate import DecodingOptions, check_requests
     from megtool.inference.generation.prompts import encode_prompt, make_request
-    from megtool.inference.generation.sampling import Sampling
     from megtool.inference.generation.speculative import choose_drafting
     from megtool.inference.generation.stop_strings import Stops
 
     check_effects(options)
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        seed=options.seed,
-    )
     conversations = _read_conversations(options)
     source = open_decoder(options.source, options, two_stacks=True)
     tokenizer = source.tokenizer(options.tokenizer)
@@ -92,7 +85,7 @@ def generate(
     )
     Stops(options.stop)  # refuses empty stop strings
     decoding = DecodingOptions(
-        sampling=sampling,
+        sampling=options.sampling,
         eos_ids=frozenset(tokenizer.eos_ids),
         stop=options.stop,
         num_log_probs=options.logprobs,

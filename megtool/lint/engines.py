@@ -29,13 +29,18 @@ class EngineTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantMethod:
-    """A `quant_method` that an engine loads from a version on."""
+class LoadedForm:
+    """A form of folders that an engine loads in some way from a version on."""
 
     engine: str
     since: str
     form: str
     source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantMethod(LoadedForm):
+    """A `quant_method` that an engine loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,29 +96,21 @@ class CompressedScheme:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineTransforms:
+class OnlineTransforms(LoadedForm):
     """The locations of `transform_config` at which an engine computes rotations."""
 
-    engine: str
-    since: str
-    form: str
     locations: tuple[str, ...]
-    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExcludeList:
-    """How an engine, from a version on, matches its list of modules that are not quantized; without
+class ExcludeList(LoadedForm):
+    """How an engine matches its list of modules that are not quantized; without
     `algos` for all of them. `decoded` are modules (the last part of a name) that it excludes, and
     whose codes it decodes when it loads them."""
 
-    engine: str
-    since: str
-    form: str
     algos: tuple[str, ...] = ()
     matcher: str
     description: str
-    source: str
     decoded: tuple[str, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -279,10 +279,6 @@ class RuntimeOptions(ContextParallelOptions):
             encoder_pp=self.encoder_pp or 0,
             **self.context_layout,
         )
-
-    def runtime(self) -> RuntimeOptions:
-        """These options without those that a verb adds."""
-        return RuntimeOptions(**{f.name: getattr(self, f.name) for f in fields(RuntimeOptions)})
 
 
 @dataclass(frozen=True, kw_only=True)

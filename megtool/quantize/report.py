@@ -12,7 +12,7 @@ import numpy as np
 
 from megtool.console import format_bytes
 from megtool.plan.worker_status import WorkerStatus
-from megtool.quant.explain import describe_target
+from megtool.quant.explain import FormatLine, describe_target
 from megtool.quant.recipes.match import Decision
 from megtool.quant.statistics.site_statistics import BINS_PER_OCTAVE, OCTAVES, ActivationStatistics
 from megtool.report.sections import Report, Row, Section, Table, count
@@ -27,13 +27,9 @@ _MOST_FINDINGS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormatRow:
-    """All modules of one format: how many, their elements, bytes with scales, and bytes before."""
+class FormatRow(FormatLine):
+    """All modules of one format, with the bytes that they had before."""
 
-    format: str
-    modules: int
-    weights: int
-    num_bytes: int
     source_bytes: int
 
 

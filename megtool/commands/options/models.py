@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megtool.options.effects import requires
-from megtool.options.field import REQUIRED, OptionCondition, Options, argument, option
+from megtool.options.field import REQUIRED, OptionCondition, Options, argument, group, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
@@ -21,6 +21,7 @@ from megtool.options.groups import (
     RuntimeOptions,
     TokenizerOptions,
 )
+from megtool.options.sampling import Sampling
 
 _FIELD = "The field of a record with its text."
 _SPLIT = "The split of a data set."
@@ -86,14 +87,7 @@ class GenerateOptions(
     max_new_tokens: int | None = option(
         TEXT, "Longest answer; default: 128 tokens.", metavar="N", minimum=1
     )
-    temperature: float = option(
-        TEXT, "0: always the most likely token; higher: more random.", 0.0, metavar="X"
-    )
-    top_p: float | None = option(
-        TEXT, "Sample from the most likely tokens with this total probability.", metavar="X"
-    )
-    top_k: int | None = option(TEXT, "Sample from this many most likely tokens.", metavar="N")
-    seed: int = option(TEXT, "Same seed, same answer.", 0, metavar="N")
+    sampling: Sampling = group(Sampling)
     stop: tuple[str, ...] = option(TEXT, "End before this string; repeatable.", (), metavar="TEXT")
     logprobs: int | None = option(
         TEXT,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megtool.errors import FormatError
 
@@ -55,8 +54,7 @@ SHARED_ARGS = (
 """Args that are equal in all ranks of one checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSizes:
+class RankSizes(NamedTuple):
     """Parallel sizes: tensor, pipeline, expert, and tensor inside experts."""
 
     tp: int

@@ -14,9 +14,9 @@ from megtool.inference.evaluation.perplexity import hidden_of, predictions
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
 from megtool.inference.generation.generate import DecodingOptions, generate
-from megtool.inference.generation.sampling import Sampling
 from megtool.inference.windows import TokenDocument, batches
 from megtool.model.batch import check_ids
+from megtool.options.sampling import Sampling
 
 _MOST_NEW_TOKENS = 256  # lm-eval's own default
 _MISSING = "pip install 'megtool[tasks]'"

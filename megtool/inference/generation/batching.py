@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from megtool.errors import UsageError
-from megtool.inference.generation.sampling import Sampling
+from megtool.options.sampling import Sampling
 
 T = TypeVar("T")
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import Running
-from megtool.inference.generation.sampling import Sampling, draw, probabilities
+from megtool.inference.generation.sampling import draw, probabilities
 from megtool.model.batch import Batch
 from megtool.model.cache.paged import PagedCache
+from megtool.options.sampling import Sampling
 
 _PAD = 0  # never attended to, so any token does
 

@@ -7,59 +7,16 @@ neighbors, and on any device (as far as the logits are the same there).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megtool.errors import UsageError
+from megtool.options.sampling import Sampling
 
 NO_NUMBER = -1
 """What `choose` gives for a sequence whose logits contain a NaN."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Logits are divided by `temperature` (0: the likeliest token, no chance at all); then only the
-    `top_k` likeliest tokens stay (None: all), then of these the fewest whose probabilities add up
-    to `top_p`. `seed` and the number of a sequence make its draws.
-
-    Raises:
-        UsageError: a value is impossible; the message names it.
-    """
-
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature is {self.temperature!r}", hint="0 (greedy) or more")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p!r}", hint="more than 0, and at most 1")
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top_k is {self.top_k!r}", hint="1 or more")
-        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            name = "top_p" if self.top_p is not None else "top_k"
-            raise UsageError(
-                f"{name} with temperature 0, which is greedy",
-                hint="add --temperature, such as 0.7",
-            )
-
-    @property
-    def is_greedy(self) -> bool:
-        """Nothing is left to chance."""
-        return self.temperature == 0
-
-    def generator(self, number: int) -> torch.Generator:
-        """The source of draws of sequence `number` (from 0)."""
-        mixed = (self.seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 1) % (1 << 63)
-        return torch.Generator().manual_seed(mixed)
 
 
 def choose(

@@ -35,11 +35,11 @@ from megtool.inference.generation.prompts import (
     encode_prompt,
     make_request,
 )
-from megtool.inference.generation.sampling import Sampling
 from megtool.inference.generation.slots import BLOCK_SIZE
 from megtool.inference.generation.speculative import choose_drafting
 from megtool.inference.runtime import LESS_MEMORY, load_forward, memory_errors, on_ranks
 from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions
+from megtool.options.sampling import Sampling
 from megtool.plan.memory import free_memory
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.open import open_decoder

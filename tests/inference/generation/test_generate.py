@@ -15,9 +15,9 @@ from megtool.errors import CheckpointError, UsageError
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
 from megtool.inference.generation.generate import DecodingOptions, Meter, check_requests, generate
-from megtool.inference.generation.sampling import Sampling
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.options.groups import RuntimeOptions
+from megtool.options.sampling import Sampling
 from megtool.source.open import open_decoder
 from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises

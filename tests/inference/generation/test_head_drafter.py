@@ -20,11 +20,11 @@ from megtool.inference.generation.draft_head_files import DraftHeadFiles
 from megtool.inference.generation.drafting import DraftRow
 from megtool.inference.generation.generate import DecodingOptions, Meter, generate
 from megtool.inference.generation.head_drafter import HeadDrafter
-from megtool.inference.generation.sampling import Sampling
 from megtool.inference.generation.speculative import choose_drafting
 from megtool.inference.generation.text_engine import NoText
 from megtool.inference.load import load
 from megtool.options.layout import ParallelConfig
+from megtool.options.sampling import Sampling
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_source
 from megtool.spec.model_config import ModelConfig

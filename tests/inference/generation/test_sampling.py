@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.inference.generation.sampling import NO_NUMBER, Sampling, choose, filter_logits
+from megtool.inference.generation.sampling import NO_NUMBER, choose, filter_logits
+from megtool.options.sampling import Sampling
 
 
 @given(st.integers(0, 999), st.floats(0.05, 1.0), st.integers(1, 40), st.floats(0.2, 3.0))

@@ -17,12 +17,13 @@ from megtool.inference.generation.batching import ChosenToken, GenerateRequest
 from megtool.inference.generation.drafting import DraftRow
 from megtool.inference.generation.generate import DecodingOptions, Meter, generate
 from megtool.inference.generation.mtp_drafter import MtpDrafter
-from megtool.inference.generation.sampling import Sampling, draw, probabilities
+from megtool.inference.generation.sampling import draw, probabilities
 from megtool.inference.generation.speculative import SpeculativeSlots, choose_drafting
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.model.stacks.decoder import Decoder
 from megtool.options.layout import ParallelConfig
+from megtool.options.sampling import Sampling
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_source
 from megtool.spec.model_config import ModelConfig
