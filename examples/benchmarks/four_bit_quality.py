@@ -209,8 +209,8 @@ def auto_round(given: argparse.Namespace, scheme: str, seed: int, out: Path) -> 
     rows = read_samples(
         drawn,
         source.tokenizer(None),
-        vocab_size=source.config.vocab_size,
-        max_positions=source.config.max_positions,
+        vocab_size=source.config.embedding.vocab_size,
+        max_positions=source.config.positions.max_positions,
     )
     job = {
         "model": str(given.model),

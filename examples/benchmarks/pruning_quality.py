@@ -125,8 +125,8 @@ class PruningRun:
         drawn = read_samples(
             options,
             source.tokenizer(None),
-            vocab_size=self._config.vocab_size,
-            max_positions=self._config.max_positions,
+            vocab_size=self._config.embedding.vocab_size,
+            max_positions=self._config.positions.max_positions,
         )
         return torch.as_tensor(drawn.tokens_NS)
 
@@ -165,7 +165,7 @@ class PruningRun:
             line = f"{cut}={size}, {method}, seed {seed}: {rises[-1]}, distilled {distilled[-1:]}"
             print(time.strftime("%H:%M:%S"), line, flush=True)
         table.add(
-            f"{cut} {getattr(self._config, SIZE_OF[cut])} -> {size}",
+            f"{cut} {self._config.get(SIZE_OF[cut])} -> {size}",
             method,
             str(len(seeds)),
             *map(spread, zip(*rises, strict=True)),

@@ -232,10 +232,13 @@ class Peer:
             data=given.data, samples=given.samples, seq_length=given.length
         )
         self._samples = read_samples(
-            wanted, tokenizer, vocab_size=config.vocab_size, max_positions=config.max_positions
+            wanted,
+            tokenizer,
+            vocab_size=config.embedding.vocab_size,
+            max_positions=config.positions.max_positions,
         ).batches()
         self._texts = read_token_documents(given.held_out, tokenizer, max_tokens=given.tokens)
-        self._window = min(WINDOW, config.max_positions)
+        self._window = min(WINDOW, config.positions.max_positions)
         self._model: Any = None
 
     def score(self, name: str, group: int) -> tuple[Score | None, str]:

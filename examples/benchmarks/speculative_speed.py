@@ -55,7 +55,7 @@ class Letters:
 
 def trained(kinds: dict[str, Any], tokens_T: torch.Tensor, given: Any) -> Decoder:
     """A model with a layer of multi-token prediction, after some training."""
-    config = ModelConfig(
+    config = ModelConfig.from_fields(
         num_layers=len(kinds["layer_kinds"]),
         hidden_size=given.hidden,
         ffn_hidden_size=3 * given.hidden,

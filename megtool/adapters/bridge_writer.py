@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megtool.adapters.fuse import EXPERTS, FusedUpdate, fuse_layers
 from megtool.convert.families.family import Family
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.transport.weight_update import WeightUpdate
 
@@ -59,7 +60,7 @@ def make_bridge_adapter(
             has_one = is_shared or module not in experts_in
             matrices = {n: _join(of_layers[n], part, has_one=has_one) for n in sorted(of_layers)}
             name = f"{module}.adapter.{side}.weight"
-            if config.is_homogeneous:
+            if layer_sets.is_homogeneous(config):
                 tensors[f"decoder.layers.{name}"] = torch.stack([*matrices.values()])
             else:
                 tensors |= {f"decoder.layers.{n}.{name}": m for n, m in matrices.items()}

@@ -83,7 +83,7 @@ class PeftNames:
 
     def _expert_slices(self, layer: str) -> dict[str, MatrixSlice]:
         """The positions of all experts' weights of a layer, by canonical name."""
-        gated = ("gate", "up") if self.config.gated else ("up",)
+        gated = ("gate", "up") if self.config.mlp.gated else ("up",)
         out: dict[str, MatrixSlice] = {}
         for parts in (gated, ("down",)):
             first = self.weights.slice_of(f"{layer}.experts.0.{parts[0]}.weight")
@@ -175,7 +175,7 @@ def _dense_modules(
             continue
         a, b, parameter = update.down, update.up, None
         if stored == embedding:
-            if names.config.tied_embeddings:
+            if names.config.embedding.tied_embeddings:
                 raise MappingError(
                     "PEFT adds the update of an embedding to the embedding alone, and the model's "
                     "head is the same matrix",
@@ -206,9 +206,9 @@ def _expert_modules(
             by_parameter.setdefault(stored, {})[expert] = update
     out = []
     for stored, of_experts in by_parameter.items():
-        if len(of_experts) != names.config.num_experts:
+        if len(of_experts) != names.config.moe.num_experts:
             raise MappingError(
-                f"the adapter changes {len(of_experts)} of {names.config.num_experts} experts, "
+                f"the adapter changes {len(of_experts)} of {names.config.moe.num_experts} experts, "
                 "whose parameter is one in PEFT",
                 tensor=stored,
                 error_id="unsupported-adapter",

@@ -104,7 +104,7 @@ class DialectWeights:
             return []
         begin = first.partition(".experts.")[0]
         out: list[MatrixSlice] = []
-        for number in range(self.config.num_experts):
+        for number in range(self.config.moe.num_experts):
             pieces = [
                 (name, self._side.canonical[name].shape)
                 for part in parts

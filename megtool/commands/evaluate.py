@@ -81,7 +81,7 @@ def evaluate(
     if data is None and options.tasks is None:
         raise UsageError("there is nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
     source = open_decoder(options.source, options, encoders=True, two_stacks=True, labels=True)
-    if source.config.num_labels:
+    if source.config.head.num_labels:
         return evaluate_labels(source, options, progress)
     if options.predictions is not None:
         raise UsageError(
@@ -126,7 +126,7 @@ def evaluate(
             )
         check_file(options.pruning_scores)
     if source.config.bidirectional:
-        texts = mask_documents(texts, tokenizer, source.config.vocab_size)
+        texts = mask_documents(texts, tokenizer, source.config.embedding.vocab_size)
     if has_source:
         texts = pair_documents(texts, tokenizer, source.config, sizes.window)
         sizes = sizes.of_targets(texts)
@@ -148,7 +148,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, options: EvaluateOptions, config: ModelConfig) -> _Sizes:
-        max_positions, has_source = config.max_positions, config.num_decoder_layers > 0
+        max_positions, has_source = config.positions.max_positions, config.num_decoder_layers > 0
         window = options.window or min(max_positions, _MAX_WINDOW)
         stride = options.stride or window
         if has_source and options.stride is not None:
@@ -206,7 +206,7 @@ class _Evaluation:
 
         options, texts, sizes, source = self.options, self.texts, self.sizes, self.source
         has_data = options.data is not None
-        total = check_documents(texts, source.config.vocab_size) if has_data else 0
+        total = check_documents(texts, source.config.embedding.vocab_size) if has_data else 0
         start = time.monotonic()
         with on_ranks(options, less=_LESS_MEMORY) as groups:
             forward, quantization = self._load(source, groups, progress)
@@ -331,7 +331,7 @@ def _open_reference(
             f"of {source.path} and {path}, one has an encoder, and the other has none",
             hint="models are compared by the same predictions",
         )
-    sizes = source.config.vocab_size, reference.config.vocab_size
+    sizes = source.config.embedding.vocab_size, reference.config.embedding.vocab_size
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"{source.path} has a vocabulary of {sizes[0]} tokens, and {path} one of {sizes[1]}",

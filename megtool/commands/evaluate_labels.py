@@ -70,7 +70,7 @@ def evaluate_labels(
     labeled = read_labeled_texts([options.data], tokenizer, label_settings)
     dataset = LabeledDataset(
         labeled,
-        options.window or min(config.max_positions, _MAX_WINDOW),
+        options.window or min(config.positions.max_positions, _MAX_WINDOW),
         both_ways=config.bidirectional,
         seed=None,
         pad_id=tokenizer.pad_id or 0,

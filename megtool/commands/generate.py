@@ -311,10 +311,13 @@ def _plan(
     from megtool.model.cache.kv_cache import num_cache_bytes
 
     c = source.config
+    attention = c.attention
     sizes = (r.num_positions + len(r.source) for r in requests)
     positions = sorted(sizes, reverse=True)[:num_slots]
     if c.num_decoder_layers:  # whose keys and values are those of both, a token's of each alike
-        cache_bytes = 4 * c.num_kv_heads * c.head_dim * c.num_decoder_layers * sum(positions)
+        cache_bytes = (
+            4 * attention.num_kv_heads * attention.head_dim * c.num_decoder_layers * sum(positions)
+        )
     else:
         cache_bytes = sum(num_cache_bytes(c, n, dtype=torch.bfloat16) for n in positions)
     axes = [f"{a}={n}" for a in ("tp", "pp", "ep", "cp") if (n := getattr(layout, a)) > 1]

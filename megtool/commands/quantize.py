@@ -160,8 +160,8 @@ def _read_samples(request: QuantizeRun) -> CalibrationSamples | None:
     samples = read_samples(
         data_options,
         None if synthetic else request.model_source.tokenizer(request.calibration.tokenizer),
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
+        vocab_size=config.embedding.vocab_size,
+        max_positions=config.positions.max_positions,
     )
     if samples.note:
         _LOG.warning("%s", samples.note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megtool.convert.families.family import Family
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
@@ -78,7 +78,7 @@ def canonical_side(config: ModelConfig, layers: Collection[str] | None = None) -
     """The canonical tensors of some layers (`""`: those outside of layers; None: all), each stored
     unchanged.
     """
-    config = replace(config, num_mtp_layers=0)
+    config = config.with_fields(num_mtp_layers=0)
     model = CanonicalModel(config, VOCABULARY)
     kind = dtype("float32")
     canonical = {

@@ -28,7 +28,8 @@ from megtool.convert.whole_towers import check_towers
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
 from megtool.options.layout import ParallelConfig
-from megtool.spec.layer_sets import ATTENTION, MLP
+from megtool.spec import layer_sets
+from megtool.spec.layer_symbols import ATTENTION, MLP
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
@@ -101,7 +102,7 @@ def read_side(
     by_state, states = _sorted_by_state(tensors, dialect)
     if family is not None and family.counts_mtp:
         numbers = {int(m[1]) for n in by_state.get("", {}) if (m := _MTP_LAYER.search(n))}
-        config = replace(config, num_mtp_layers=max(numbers, default=-1) + 1)
+        config = config.with_fields(num_mtp_layers=max(numbers, default=-1) + 1)
     config = _tie(config, dialect, by_state.get("", {}), family, partial=partial)
     if dialect == "megatron":
         config = _with_mlp_in_mtp(config, by_state.get("", {}))
@@ -120,7 +121,7 @@ def read_side(
     )
     unmatched = _read_states(model, by_state, out)
     if config.extra and not any(n.startswith("mtp.") for n in out.canonical):
-        config = replace(config, num_mtp_layers=0)  # config.json counts what transformers lacks
+        config = config.with_fields(num_mtp_layers=0)  # config.json counts what transformers lacks
         model = CanonicalModel(config, model.vocabulary, blocks)
     if unmatched:
         raise UnknownTensorsError(
@@ -142,7 +143,7 @@ def read_side(
         )
     if family is not None and not partial:
         check_towers(family, out.canonical, config.extra)
-    return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
+    return replace(out, config=config.with_fields(**flags))
 
 
 def _numbered_as(
@@ -156,7 +157,7 @@ def _numbered_as(
 def _say_absent(absent: Sequence[str], config: ModelConfig) -> str:
     """A hint about canonical tensors that are missing."""
     if all(name.startswith("mtp.") for name in absent):
-        num = "1 layer" if config.num_mtp_layers == 1 else f"{config.num_mtp_layers} layers"
+        num = "1 layer" if config.mtp.num_mtp_layers == 1 else f"{config.mtp.num_mtp_layers} layers"
         return (
             f"the configuration counts {num} of multi-token prediction: "
             "either it is another number, or the checkpoint is incomplete; --exclude GLOB leaves "
@@ -346,8 +347,8 @@ def write_side(
         )
     is_hybrid = dialect == "megatron" and _writes_hybrid(source, config, options.model_class)
     if per_layer is None or is_hybrid:
-        per_layer = is_hybrid or not config.is_homogeneous
-    if dialect == "megatron" and not per_layer and not config.is_homogeneous:
+        per_layer = is_hybrid or not layer_sets.is_homogeneous(config)
+    if dialect == "megatron" and not per_layer and not layer_sets.is_homogeneous(config):
         raise MappingError(
             "layers differ and cannot be stacked", hint="write one key per layer instead"
         )
@@ -526,7 +527,7 @@ def _tie(
     is_unsaid = family is not None and family.nested is not None and TIED not in config.extra
     if dialect == "gguf" or (is_unsaid and not partial):
         has_head = any(f".{k}".endswith(_HEADS) for k in keys)
-        return replace(config, tied_embeddings=not has_head)
+        return config.with_fields(tied_embeddings=not has_head)
     return config
 
 
@@ -539,9 +540,10 @@ def _with_mlp_in_mtp(config: ModelConfig, keys: Collection[str]) -> ModelConfig:
 
     GPTModel builds them like the last layer, and no args say that a bridge has not (K-EXAONE).
     """
-    is_like_last = config.num_mtp_layers and not config.mtp_kind and config.layer_kinds is None
-    if is_like_last and config.num_layers - 1 in config.moe_layers and _MTP_MLP in keys:
-        return replace(config, mtp_kind=ATTENTION + MLP)
+    mtp = config.mtp
+    is_like_last = mtp.num_mtp_layers and not mtp.mtp_kind and config.layer_kinds is None
+    if is_like_last and config.num_layers - 1 in layer_sets.moe_layers(config) and _MTP_MLP in keys:
+        return config.with_fields(mtp_kind=ATTENTION + MLP)
     return config
 
 

@@ -90,7 +90,7 @@ def config_from_gguf(
             "router_pre_softmax": arch == "qwen2moe",
         }
     ids = {to: int(metadata[key]) for key, to in _TOKEN_IDS.items() if key in metadata}
-    return ModelConfig(**{**family.traits, **values}, extra=ids)
+    return ModelConfig.from_fields(**{**family.traits, **values}, extra=ids)
 
 
 def factors_read(metadata: Mapping[str, Any], tensors: Sequence[GlobalTensor]) -> tuple[str, ...]:

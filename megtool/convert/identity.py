@@ -31,7 +31,7 @@ def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> 
     for t in tensors:
         shape = t.shape
         if config is not None and shape and megatron_names.is_vocabulary(t.name):
-            rows = min(shape[0], config.vocab_size)
+            rows = min(shape[0], config.embedding.vocab_size)
             if rows < shape[0]:
                 padding[t.name] = shape[0] - rows
             shape = (rows, *shape[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megtool.convert.config.hybrid import kinds_of
@@ -14,6 +13,7 @@ from megtool.convert.config.moe import EitherKey
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
@@ -94,22 +94,24 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         MappingError: the layers that predict further tokens are like the last one, which would be
             another.
     """
-    if config.layer_input_size:
+    positions = config.positions
+    indexer = config.indexer
+    if config.residual.layer_input_size:
         raise MappingError(
             "layers get vectors from one embedding of all layers, which is not cut",
             hint="--layers is for models without embeddings per layer",
             error_id="unsupported-model",
         )
-    lent = config.shared_kv_layers & set(layers)
+    lent = layer_sets.shared_kv_layers(config) & set(layers)
     if lent and tuple(layers) != tuple(range(config.num_layers)):
         raise MappingError(
             f"layer {min(lent)} attends to keys and values of an earlier layer",
             hint="choose layers with keys and values of their own",
             error_id="unsupported-model",
         )
-    experts, n = config.moe_layers, len(layers)
+    experts, n = layer_sets.moe_layers(config), len(layers)
     last = config.num_layers - 1
-    like_last = config.num_mtp_layers and not config.mtp_kind
+    like_last = config.mtp.num_mtp_layers and not config.mtp.mtp_kind
     all_kinds = kinds_of(config)
     if like_last and all_kinds[layers[-1]] != all_kinds[last]:
         raise MappingError(
@@ -117,17 +119,20 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
             hint=f"choose layers of which the last is like layer {last}",
         )
     kinds = tuple(int(i in experts) for i in layers)
-    freq, of_layer = config.moe_layer_freq, config.layer_kinds
+    freq, of_layer = config.moe.moe_layer_freq, config.layer_kinds
     if isinstance(freq, tuple) or kinds != tuple(int(i % freq == 0) for i in range(n)):
-        freq = kinds if config.num_experts else 1
+        freq = kinds if config.moe.num_experts else 1
     flags = window_flags(config)
     windows = tuple(flags[i] for i in layers)
-    skip = config.window_skip_freq
+    skip = config.window.window_skip_freq
     if isinstance(skip, tuple) or windows != skip_flags(skip, n):
         skip = None if all(windows) else windows
-    is_windowed = bool(config.window_size) and any(windows)
-    rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
-    ratios, hashed = config.compress_ratios, [i in config.hash_layers for i in layers]
+    is_windowed = bool(config.window.window_size) and any(windows)
+    rope = tuple(positions.no_rope_layers[i] for i in layers) if positions.no_rope_layers else ()
+    ratios, hashed = (
+        config.compression.compress_ratios,
+        [i in layer_sets.hash_layers(config) for i in layers],
+    )
     if hashed != sorted(hashed, reverse=True):
         raise MappingError(
             f"of these layers {hashed.index(False)} comes before layers in which a table chooses "
@@ -135,21 +140,22 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
             hint="such layers are the first ones",
         )
     shared = (
-        tuple(config.shared_index_layers[i] for i in layers) if config.shared_index_layers else ()
+        tuple(indexer.shared_index_layers[i] for i in layers) if indexer.shared_index_layers else ()
     )
-    return replace(
-        config,
+    return config.with_fields(
         num_layers=n,
         layer_kinds=tuple(of_layer[i] for i in layers) if of_layer else None,
-        tied_values=tuple(config.tied_values[i] for i in layers) if config.tied_values else None,
-        shared_kv=config.shared_kv if lent else None,
+        tied_values=tuple(config.attention.tied_values[i] for i in layers)
+        if config.attention.tied_values
+        else None,
+        shared_kv=config.attention.shared_kv if lent else None,
         layer_sizes=None
         if config.layer_sizes is None
         else {name: tuple(sizes[i] for i in layers) for name, sizes in config.layer_sizes.items()},
         moe_layer_freq=freq,
         compress_ratios=None if ratios is None else tuple(ratios[i] for i in layers),
         num_hash_layers=sum(hashed),
-        window_size=config.window_size if is_windowed else 0,
+        window_size=config.window.window_size if is_windowed else 0,
         window_skip_freq=skip if is_windowed else None,
         no_rope_layers=rope if any(rope) else None,
         shared_index_layers=shared if any(shared) else None,
@@ -159,9 +165,9 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
 
 def window_flags(config: ModelConfig) -> tuple[int, ...]:
     """A 1 for every layer with a window."""
-    if not config.window_size:
+    if not config.window.window_size:
         return (0,) * config.num_layers
-    return skip_flags(config.window_skip_freq, config.num_layers)
+    return skip_flags(config.window.window_skip_freq, config.num_layers)
 
 
 def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -> dict[str, Any]:
@@ -169,7 +175,7 @@ def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -
     layers.
     """
     if isinstance(config.extra.get(TEXT_CONFIG), Mapping):  # of a nested text model
-        inner = replace(config, extra=config.extra[TEXT_CONFIG])
+        inner = config.with_fields(extra=config.extra[TEXT_CONFIG])
         return {**config.extra, TEXT_CONFIG: _extra(inner, layers, windows)}
     extra = dict(config.extra)
     for key in _LISTS:
@@ -178,11 +184,11 @@ def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -
             extra[key] = [value[i] for i in layers]
     if not extra:
         return extra
-    by_rule = config.window_size and not isinstance(extra.get("layer_types"), list)
+    by_rule = config.window.window_size and not isinstance(extra.get("layer_types"), list)
     if by_rule and not (all(windows) and all(window_flags(config))):  # it counts from layer 0
         extra["layer_types"] = [_WINDOWED if w else _FULL for w in windows]
-    if config.no_rope_layers and not extra.get("no_rope_layers"):
-        extra["no_rope_layers"] = [1 - config.no_rope_layers[i] for i in layers]
+    if config.positions.no_rope_layers and not extra.get("no_rope_layers"):
+        extra["no_rope_layers"] = [1 - config.positions.no_rope_layers[i] for i in layers]
     return extra
 
 
@@ -208,16 +214,28 @@ def edited_config(
     config = family.read_config(out)
     for name, a, b in (
         ("num_layers", config.num_layers, new.num_layers),
-        ("moe_layers", sorted(config.moe_layers), sorted(new.moe_layers)),
+        ("moe_layers", sorted(layer_sets.moe_layers(config)), sorted(layer_sets.moe_layers(new))),
         ("layer_kinds", config.layer_kinds, new.layer_kinds),
-        ("compress_ratios", config.compress_ratios, new.compress_ratios),
-        ("num_hash_layers", config.num_hash_layers, new.num_hash_layers),
+        ("compress_ratios", config.compression.compress_ratios, new.compression.compress_ratios),
+        ("num_hash_layers", config.router.num_hash_layers, new.router.num_hash_layers),
         ("layers with a window", window_flags(config), window_flags(new)),
-        ("no_rope_layers", config.no_rope_layers or (), new.no_rope_layers or ()),
-        ("layers with an indexer", sorted(config.index_layers), sorted(new.index_layers)),
-        ("layers that share keys", config.shared_kv_layers, new.shared_kv_layers),
-        ("num_experts", config.num_experts, new.num_experts),
-        ("vocab_size", config.vocab_size, new.vocab_size),
+        (
+            "no_rope_layers",
+            config.positions.no_rope_layers or (),
+            new.positions.no_rope_layers or (),
+        ),
+        (
+            "layers with an indexer",
+            sorted(layer_sets.index_layers(config)),
+            sorted(layer_sets.index_layers(new)),
+        ),
+        (
+            "layers that share keys",
+            layer_sets.shared_kv_layers(config),
+            layer_sets.shared_kv_layers(new),
+        ),
+        ("num_experts", config.moe.num_experts, new.moe.num_experts),
+        ("vocab_size", config.embedding.vocab_size, new.embedding.vocab_size),
     ):
         if a != b:
             raise MappingError(

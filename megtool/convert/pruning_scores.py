@@ -17,6 +17,7 @@ from typing import Any
 
 from megtool.errors import FormatError, UsageError
 from megtool.options.selection import PruningOptions
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 
@@ -83,7 +84,7 @@ BY_LAYER = ("ffn", "heads", "groups", "experts")
 
 def model_sizes(config: ModelConfig) -> dict[str, int]:
     """The sizes that scores and indices count in."""
-    return {name: getattr(config, name) for name in _SIZES}
+    return {name: config.get(name) for name in _SIZES}
 
 
 def encode_scores(scores: PruningScores) -> bytes:
@@ -157,7 +158,7 @@ def choose_parts(
         )
         raise FormatError(
             f"the scores are those of a model with {differing} {scores.sizes.get(differing)}, and "
-            f"this one has {getattr(config, differing)}",
+            f"this one has {config.get(differing)}",
             file=file,
             hint="measure the scores of this model",
         )
@@ -185,26 +186,37 @@ def choose_parts(
         hidden = _best(scores.hidden, n)
     if (n := sizes.ffn_hidden_size) is not None:
         flag = "--ffn-hidden-size"
-        _check_size(flag, n, config.ffn_hidden_size)
-        rows = by_layer("ffn", config.ffn_hidden_size, flag, frozenset(config.dense_layers))
+        _check_size(flag, n, config.mlp.ffn_hidden_size)
+        rows = by_layer(
+            "ffn", config.mlp.ffn_hidden_size, flag, frozenset(layer_sets.dense_layers(config))
+        )
         ffn = {layer: _best(row, n) for layer, row in rows.items()}
     if sizes.num_attention_heads is not None or sizes.num_query_groups is not None:
         num_heads, num_groups = _head_counts(sizes, config)
-        rows = by_layer("heads", config.num_heads, "--num-attention-heads", config.attn_layers)
+        rows = by_layer(
+            "heads",
+            config.attention.num_heads,
+            "--num-attention-heads",
+            layer_sets.attn_layers(config),
+        )
         chosen = {
-            layer: _best_heads(row, config.num_kv_heads, num_groups, num_heads // num_groups)
+            layer: _best_heads(
+                row, config.attention.num_kv_heads, num_groups, num_heads // num_groups
+            )
             for layer, row in rows.items()
         }
         heads = {layer: both[0] for layer, both in chosen.items()}
         groups = {layer: both[1] for layer, both in chosen.items()}
     if (n := sizes.num_experts) is not None:
-        _check_size("--num-experts", n, config.num_experts)
-        if n < config.num_experts_per_token:
+        _check_size("--num-experts", n, config.moe.num_experts)
+        if n < config.moe.num_experts_per_token:
             raise UsageError(
-                f"--num-experts is {n}, and each token chooses {config.num_experts_per_token}",
+                f"--num-experts is {n}, and each token chooses {config.moe.num_experts_per_token}",
                 hint="keep at least as many",
             )
-        rows = by_layer("experts", config.num_experts, "--num-experts", config.moe_layers)
+        rows = by_layer(
+            "experts", config.moe.num_experts, "--num-experts", layer_sets.moe_layers(config)
+        )
         experts = {layer: _best(row, n) for layer, row in rows.items()}
     return KeptParts(
         layers=layers, hidden=hidden, ffn=ffn, heads=heads, groups=groups, experts=experts
@@ -213,14 +225,14 @@ def choose_parts(
 
 def _head_counts(sizes: PruningOptions, config: ModelConfig) -> tuple[int, int]:
     """Query heads and groups of the smaller model."""
-    each = config.num_heads // config.num_kv_heads
+    each = config.attention.num_heads // config.attention.num_kv_heads
     num_heads, num_groups = sizes.num_attention_heads, sizes.num_query_groups
     if num_groups is None:  # without groups of several heads, a head goes with its keys
-        num_groups = config.num_kv_heads if each > 1 else num_heads or 0
+        num_groups = config.attention.num_kv_heads if each > 1 else num_heads or 0
     if num_heads is None:
         num_heads = num_groups * each
-    _check_size("--num-query-groups", num_groups, config.num_kv_heads)
-    _check_size("--num-attention-heads", num_heads, config.num_heads)
+    _check_size("--num-query-groups", num_groups, config.attention.num_kv_heads)
+    _check_size("--num-attention-heads", num_heads, config.attention.num_heads)
     if num_heads % num_groups or num_heads // num_groups > each:
         raise UsageError(
             f"{num_heads} query heads in {num_groups} groups, and a group of the model has {each}",

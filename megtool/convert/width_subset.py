@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.families.family import Family
@@ -13,6 +13,7 @@ from megtool.convert.language.expression import Expression, names_in
 from megtool.convert.layer_subset import edited_config
 from megtool.convert.pruning_scores import BY_LAYER, KeptParts
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _EXPERT = re.compile(r"(layers\.(\d+)\.mlp\.experts\.)(\d+)(\..+)")
@@ -73,7 +74,7 @@ def pruned_config(config: ModelConfig, parts: KeptParts) -> ModelConfig:
     if parts.experts is not None:
         sizes["num_experts"] = _one_length(parts.experts, "experts")
     changed: dict[str, Any] = sizes
-    return replace(config, **changed)
+    return config.with_fields(**changed)
 
 
 def pruned_hf_config(
@@ -86,15 +87,15 @@ def pruned_hf_config(
     """
     out = edited_config(stored, family, old, new)
     config, before = family.read_config(out), family.read_config(stored)
-    for f in fields(ModelConfig):
-        if f.name == "extra":
+    for name, value in new.to_fields().items():
+        if name == "extra":
             continue
-        stated, value = getattr(config, f.name), getattr(new, f.name)
+        stated = config.get(name)
         # What tensors alone say (biases) may differ from what the keys do, as it did before.
-        is_as_before = value == getattr(old, f.name) and stated == getattr(before, f.name)
+        is_as_before = value == old.get(name) and stated == before.get(name)
         if stated != value and not is_as_before:
             raise MappingError(
-                f"a config.json of {family.name!r} with these sizes says {f.name} {stated!r}, and "
+                f"a config.json of {family.name!r} with these sizes says {name} {stated!r}, and "
                 f"it is {value!r}",
                 hint="choose sizes that it can describe",
                 error_id="unsupported-model",
@@ -173,7 +174,7 @@ class WidthCuts:
                 hint=_HINT + "; --exclude leaves out layers of multi-token prediction",
                 error_id="unsupported-model",
             )
-        axis, whole = _AXIS_OF[sized[0]], getattr(self._old.config, sized[0])
+        axis, whole = _AXIS_OF[sized[0]], self._old.config.get(sized[0])
         indices = getattr(self._parts, axis)
         if axis in BY_LAYER:
             if layer is None:
@@ -214,17 +215,23 @@ def _check_model(config: ModelConfig, parts: KeptParts) -> None:
     by_layer = any(getattr(parts, axis) is not None for axis in BY_LAYER)
     reasons = (
         (config.num_decoder_layers, "an encoder and a decoder"),
-        (config.is_compressed, "compressed keys"),
-        (config.hyper_streams, "several residuals side by side"),
-        (config.layer_input_size, "an embedding for every layer"),
+        (config.compression.is_compressed, "compressed keys"),
+        (config.residual.hyper_streams, "several residuals side by side"),
+        (config.residual.layer_input_size, "an embedding for every layer"),
         (config.layer_sizes and by_layer, "layers of different sizes"),
-        (heads and config.kv_lora_rank, "latent attention"),
-        (heads and config.qk_norm and config.qk_norm_of == "each", "a norm for each head"),
-        (heads and config.position_embedding == "alibi", "slopes by number of head"),
-        (heads and config.position_embedding == "relative", "biases by number of head"),
-        (heads and config.shared_kv_layers, "layers that attend to keys of others"),
-        (parts.experts is not None and config.router_num_groups > 1, "experts in groups"),
-        (parts.experts is not None and config.num_hash_layers, "experts that a table chooses"),
+        (heads and config.latent.kv_lora_rank, "latent attention"),
+        (
+            heads and config.norms.qk_norm and config.norms.qk_norm_of == "each",
+            "a norm for each head",
+        ),
+        (heads and config.positions.position_embedding == "alibi", "slopes by number of head"),
+        (heads and config.positions.position_embedding == "relative", "biases by number of head"),
+        (heads and layer_sets.shared_kv_layers(config), "layers that attend to keys of others"),
+        (parts.experts is not None and config.router.router_num_groups > 1, "experts in groups"),
+        (
+            parts.experts is not None and config.router.num_hash_layers,
+            "experts that a table chooses",
+        ),
     )
     for is_so, what in reasons:
         if is_so:

@@ -58,7 +58,7 @@ class SourceTarget:
                 hint="a folder with the model's own tokenizer has one: --tokenizer FOLDER",
             )
         ends = tokenizer.encode("")[-1:] == [tokenizer.eos_id]
-        size = config.vocab_size
+        size = config.embedding.vocab_size
         return cls(
             start_id=start_token(config, tokenizer),
             end_id=tokenizer.eos_id,

@@ -103,9 +103,9 @@ class Forward:
         return token_log_probs(
             *self.decoder.head_factors(x_TH),
             labels_T,
-            vocab_size=self.config.vocab_size,
-            softcap=self.config.logit_softcap,
-            scale=self.config.logit_scale,
+            vocab_size=self.config.embedding.vocab_size,
+            softcap=self.config.head.logit_softcap,
+            scale=self.config.head.logit_scale,
             group=self.groups.tp.handle,
         )
 

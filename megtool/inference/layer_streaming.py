@@ -59,7 +59,7 @@ class LayerStreamer:
         self._decoder, self._weights = decoder, weights
         self._device = torch.device(device)
         self.units = units_of(weights.tensors)
-        tied = decoder.config.tied_embeddings and decoder.stage.head
+        tied = decoder.config.embedding.tied_embeddings and decoder.stage.head
         if tied:  # the head multiplies by the embedding
             self.units[_END] = [*self.units[_END], EMBEDDING]
             if not decoder.stage.embedding:

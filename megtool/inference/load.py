@@ -186,7 +186,7 @@ def check_memory(
 
 def _wider(config: ModelConfig, parallel: ParallelConfig) -> str | None:
     """The option of the next layout with more tensor ranks, else stages, that divides a model."""
-    wider = [ParallelConfig(tp=n) for n in divisors(config.num_heads) if n > parallel.tp]
+    wider = [ParallelConfig(tp=n) for n in divisors(config.attention.num_heads) if n > parallel.tp]
     wider += [ParallelConfig(pp=n) for n in divisors(config.num_layers) if n > parallel.pp]
     for kind in wider:
         try:

@@ -216,13 +216,13 @@ def decoder_of(
             "%d tensors of %d layers of multi-token prediction are skipped: "
             "a forward pass does not need them",
             len(further),
-            config.num_mtp_layers,
+            config.mtp.num_mtp_layers,
         )
         weights = {n: t for n, t in weights.items() if not n.startswith("mtp.")}
     towers = frozenset(side.towers())
     weights = {n: t for n, t in weights.items() if n not in towers}
     if not (further and keeps_mtp):
-        config = replace(config, num_mtp_layers=0)
+        config = config.with_fields(num_mtp_layers=0)
     family = side.family
     known = {**VOCABULARY, **(family.vocabulary if family else {})}
     absent, flags = missing(weights, CanonicalModel(config, known))
@@ -235,7 +235,7 @@ def decoder_of(
             "their own (`megtool reshard --layers 0-3`)",
             error_id="missing-tensors",
         )
-    config = replace(config, **flags)  # type: ignore[arg-type]
+    config = config.with_fields(**flags)
     return config, replace(
         side,
         canonical=weights,

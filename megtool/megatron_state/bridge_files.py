@@ -210,19 +210,19 @@ def make_run_config(
     `training/checkpointing.py` and `training/model_load_save.py`.
     """
     args = args_from_config(config, parallel, dtype=dtype, divisible_by=divisible_by)
-    names = [n for n in _SHARED_FIELDS if config.num_experts or n not in _EXPERT_FIELDS]
+    names = [n for n in _SHARED_FIELDS if config.moe.num_experts or n not in _EXPERT_FIELDS]
     model: dict[str, Any] = {
         "_target_": _provider(config, args),
         **{name: args[name] for name in names if args.get(name) is not None},
-        "num_moe_experts": config.num_experts or None,
-        "activation_func": _target_entry(_ACTIVATIONS.get(config.activation, _TANH_GELU)),
-        "share_embeddings_and_output_weights": config.tied_embeddings,
+        "num_moe_experts": config.moe.num_experts or None,
+        "activation_func": _target_entry(_ACTIVATIONS.get(config.mlp.activation, _TANH_GELU)),
+        "share_embeddings_and_output_weights": config.embedding.tied_embeddings,
         "should_pad_vocab": True,
         "rope_scaling": bool(args.get("use_rope_scaling")),
         "params_dtype": _target_entry(f"torch.{dtype}"),
         "pipeline_dtype": _target_entry(f"torch.{dtype}"),
     }
-    if config.kv_lora_rank:
+    if config.latent.kv_lora_rank:
         model |= {name: args[name] for name in _MLA_FIELDS if args.get(name) is not None}
         model["multi_latent_attention"] = True
     checkpoint = {
@@ -242,7 +242,7 @@ def _provider(config: ModelConfig, args: Mapping[str, Any]) -> str:
     """The dataclass of Megatron-Bridge that builds the model."""
     if args.get(PATTERN):
         return _HYBRID_PROVIDER
-    return _LATENT_PROVIDER if config.kv_lora_rank else _PROVIDER
+    return _LATENT_PROVIDER if config.latent.kv_lora_rank else _PROVIDER
 
 
 def make_train_state(step: int) -> bytes:

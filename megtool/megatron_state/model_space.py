@@ -19,6 +19,7 @@ from megtool.megatron_state.optimizer.fully_sharded_model_space import (
 from megtool.megatron_state.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.megatron_state.saved_objects import saved_args
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.catalogue import Catalogue
 
@@ -124,7 +125,7 @@ def _decode(
         config = hybrid_form(config)
     decoder = saved_args(catalogue).get("decoder_num_layers")
     if isinstance(decoder, int) and is_encoder_decoder(t.name for t in catalogue.tensors):
-        config = replace(config, num_decoder_layers=decoder)
+        config = config.with_fields(num_decoder_layers=decoder)
     try:
         if catalogue.format == "megatron":
             from megtool.megatron_state.ranks.files import read_rank_files as read
@@ -147,7 +148,7 @@ def _decode(
 
 def _is_hybrid(catalogue: Catalogue, config: ModelConfig) -> bool:
     """Whether layers are numbered as HybridModel's are."""
-    if config.parallel_layers:
+    if layer_sets.parallel_layers(config):
         return False
     if needs_hybrid(config) or pattern_of(saved_args(catalogue)) is not None:
         return True

@@ -67,8 +67,8 @@ class Masks:
     def of(self, layer: int) -> Mask:
         """The mask of a layer."""
         config, span = self.config, self.span
-        window = config.window_size if config.has_window(layer) else 0
-        chunk = config.attn_chunk_size if has_rotation(config, layer) else 0
+        window = config.window.window_size if config.window.has_window(layer) else 0
+        chunk = config.window.attn_chunk_size if has_rotation(config, layer) else 0
         if window >= span.num_keys:
             window = 0
         if chunk >= span.num_keys and span.is_counted:

@@ -56,7 +56,10 @@ class ResolvedRecipe:
         settings = self.recipe.rotation
         if settings is None:
             return ""
-        was_tied = self.original.config.tied_embeddings and not self.source.config.tied_embeddings
+        was_tied = (
+            self.original.config.embedding.tied_embeddings
+            and not self.source.config.embedding.tied_embeddings
+        )
         untied = "; embeddings and output layer are no longer tied" if was_tied else ""
         return settings.describe() + untied
 
@@ -144,7 +147,7 @@ def _check_cache(source: CheckpointSource, recipe: Recipe, problems: RecipeProbl
     """Check that the model has a KV cache with scales, if the recipe has a format for it."""
     config = source.view.config
     formats = [f for f in recipe.formats.values() if f.kv_algo]
-    if formats and config is not None and config.is_compressed:
+    if formats and config is not None and config.compression.is_compressed:
         problems.add(
             formats[0].line,
             "the cache of a model with compressed keys (DeepSeek-V4) has no scales to calibrate: "

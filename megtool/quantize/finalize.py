@@ -313,7 +313,7 @@ def _evaluate(
     source = require_decoder(request.resolved.original)
     written = open_decoder(request.destination)
     texts = request.evaluation
-    window = min(_WINDOW, source.config.max_positions)
+    window = min(_WINDOW, source.config.positions.max_positions)
     total = sum(max(len(t.tokens) - 1, 0) for t in texts)
     runtime = replace(
         request.runtime,

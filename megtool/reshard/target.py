@@ -353,7 +353,7 @@ def _choose_layout(
     ):
         _check_blocks(source)
     etp = layout.etp or 1
-    if config and not config.num_experts and etp not in (1, layout.tp):
+    if config and not config.moe.num_experts and etp not in (1, layout.tp):
         raise LayoutError(f"etp={etp}, but the model has no experts", hint="leave --etp out")
     args = saved_args(source.catalogue)
     known = layout_fields(args) if args else {}

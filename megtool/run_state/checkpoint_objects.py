@@ -42,6 +42,7 @@ from megtool.pickles.zip_writer import encode_object
 from megtool.plan.copies import DroppedItem
 from megtool.run_state.state_dict_groups import is_group_entry
 from megtool.source.checkpoint import CheckpointSource
+from megtool.spec import layer_sets
 from megtool.storage.files import opened
 from megtool.tensors.catalogue import Catalogue, StoredObject
 from megtool.tensors.sharded import GlobalTensor
@@ -152,7 +153,7 @@ def _renumbering(source: CheckpointSource, tensors: Sequence[GlobalTensor]) -> C
     """From the source's modules to those of the target's class of models."""
     is_hybrid = _are_hybrid(tensors)
     config = source.known_config
-    if config is None or config.parallel_layers or is_hybrid == source.view.is_hybrid:
+    if config is None or layer_sets.parallel_layers(config) or is_hybrid == source.view.is_hybrid:
         return str
     rename = to_hybrid(config) if is_hybrid else from_hybrid(config)
     return lambda module: rename(f"{module}.").removesuffix(".")

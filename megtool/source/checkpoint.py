@@ -147,7 +147,7 @@ class CheckpointSource:
                 raise FormatError(
                     e.message, file=e.file or self.path, hint=e.hint, error_id=e.error_id
                 ) from e
-        tokenizer.check_vocabulary(self.config.vocab_size)
+        tokenizer.check_vocabulary(self.config.embedding.vocab_size)
         return tokenizer
 
 

@@ -143,7 +143,7 @@ def check_merge(
         )
     if not updates:
         raise MappingError("the adapter updates no weight", file=file, error_id="foreign-adapter")
-    if source.config.tied_embeddings and (tied := {EMBEDDING, HEAD} & updates.keys()):
+    if source.config.embedding.tied_embeddings and (tied := {EMBEDDING, HEAD} & updates.keys()):
         raise MappingError(
             "the adapter updates the embedding or the output layer, and the model has one weight "
             "for both",

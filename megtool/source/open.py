@@ -153,7 +153,7 @@ def open_source(
     rotation = _find_rotation(catalogue, sidecar, None if model is fallback else model, options)
     if model is not None and has_own_head(catalogue, model):
         _LOG.info("the output layer is not the embedding, though config.json ties them: both stay")
-        model = replace(model, config=replace(model.config, tied_embeddings=False))
+        model = replace(model, config=model.config.with_fields(tied_embeddings=False))
     if not lenient and model is not None and model.family is not None:
         catalogue = _without_quantizers(catalogue, for_format)
     before = len(catalogue.tensors)
@@ -250,8 +250,8 @@ def _without_quantizers(catalogue: Catalogue, for_format: str | None) -> Catalog
 
 def _warn_missing_mtp(config: ModelConfig | None, side: CanonicalView) -> None:
     """Warn if a model lacks all layers of multi-token prediction that its config counts."""
-    counted = config.num_mtp_layers if config else 0
-    if counted and side.config is not None and not side.config.num_mtp_layers:
+    counted = config.mtp.num_mtp_layers if config else 0
+    if counted and side.config is not None and not side.config.mtp.num_mtp_layers:
         _LOG.warning(
             "the configuration counts %d layers of multi-token prediction, and no tensor of them "
             "is stored: the model is taken to have none (transformers drops them when it saves)",
@@ -301,8 +301,8 @@ def require_decoder(
             file=source.path,
             hint="--family NAME and --like HF_FOLDER say which model it is; " + _ENCODERS,
         )
-    if config.num_labels and not labels:
-        count = "one label" if config.num_labels == 1 else f"{config.num_labels} labels"
+    if config.head.num_labels and not labels:
+        count = "one label" if config.head.num_labels == 1 else f"{config.head.num_labels} labels"
         raise MappingError(
             f"it scores {count}, and predicts no tokens",
             file=source.path,
@@ -534,10 +534,10 @@ def _check_vocabulary(catalogue: Catalogue, config: ModelConfig) -> None:
         MappingError: tokens would be lost.
     """
     true = saved_args(catalogue).get("vocab_size")
-    if isinstance(true, int) and not isinstance(true, bool) and true > config.vocab_size:
+    if isinstance(true, int) and not isinstance(true, bool) and true > config.embedding.vocab_size:
         raise MappingError(
-            f"config.json has a vocabulary of {config.vocab_size}, and the checkpoint's args "
-            f"one of {true}: {true - config.vocab_size} tokens would be lost",
+            f"config.json has a vocabulary of {config.embedding.vocab_size}, and the checkpoint's "
+            f"args one of {true}: {true - config.embedding.vocab_size} tokens would be lost",
             hint=f"set vocab_size to {true} in the config.json, or give the one of this model",
         )
 

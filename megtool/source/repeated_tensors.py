@@ -86,7 +86,7 @@ def has_own_head(catalogue: Catalogue, model: ModelIdentity) -> bool:
     Such are models of families with `head_unties`. Some elements are compared.
     """
     family, config = model.family, model.config
-    if family is None or not family.head_unties or not config.tied_embeddings:
+    if family is None or not family.head_unties or not config.embedding.tied_embeddings:
         return False
     rows = (r for r in family.hf if isinstance(r, Row))
     words = {r.word: r.stored for r in rows if isinstance(r.word, str)}

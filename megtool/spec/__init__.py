@@ -1,1 +1,1 @@
-"""The shape of a model: `ModelConfig`, its sets of layers, and its checks."""
+"""The shape of a model: `ModelConfig`, a part for every concept, and its sets of layers."""

@@ -2,285 +2,187 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
-from megtool.spec.checks import OVERLAP_RATIO
-
-ATTENTION, MAMBA, DELTA_NET, KIMI_DELTA, MLP, EXPERTS = HYBRID_SYMBOLS = (
-    *("*", "M", "G", "K"),
-    *("-", "E"),
+from megtool.spec.layer_symbols import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    KIMI_DELTA,
+    MAMBA,
+    MIXERS,
+    MLP,
+    SHORT_CONV,
 )
-"""Branches of a layer, as Megatron's HybridModel calls them."""
-SHORT_CONV = "c"
-"""A gated short convolution, which Megatron does not have."""
-LAYER_SYMBOLS = (*HYBRID_SYMBOLS, SHORT_CONV)
-MIXERS = ATTENTION + MAMBA + DELTA_NET + KIMI_DELTA + SHORT_CONV
+from megtool.spec.model_config import PART_OF, ModelConfig
+from megtool.spec.sparse_attention import OVERLAP_RATIO
 
 
-class LayerSets:
-    """Sets of layers, by the fields of `ModelConfig` that are declared here."""
+def attn_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that have attention."""
+    return _layers_with(ATTENTION, config)
 
-    __slots__ = ()
 
-    num_layers: int
-    attn_sinks: bool
-    window_sinks: bool
-    mtp_window: bool
-    num_experts: int
-    index_num_heads: int
-    num_hash_layers: int
-    layer_input_size: int
-    window_size: int
-    window_skip_freq: int | tuple[int, ...] | None
-    moe_layer_freq: int | tuple[int, ...]
-    layer_kinds: tuple[str, ...] | None
-    mtp_kind: str
-    compress_ratios: tuple[int, ...] | None
-    shared_index_layers: tuple[int, ...] | None
-    tied_values: tuple[int, ...] | None
-    shared_kv: tuple[int, ...] | None
+def mamba_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that have a Mamba-2 mixer."""
+    return _layers_with(MAMBA, config)
 
-    @property
-    def attn_layers(self) -> frozenset[int]:
-        """Indices of the layers that have attention."""
-        return self._layers_with(ATTENTION)
 
-    def has_window(self, layer: int) -> bool:
-        """The layer attends within a sliding window."""
-        skip = self.window_skip_freq
-        if not self.window_size:
-            return False
-        if skip is None:
-            return True
-        return bool((layer + 1) % skip) if isinstance(skip, int) else bool(skip[layer])
+def delta_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that have a gated delta net."""
+    return _layers_with(DELTA_NET, config)
 
-    @property
-    def sink_layers(self) -> frozenset[int]:
-        """Indices of the layers whose attention may have sinks."""
-        if not self.window_sinks:
-            return self.attn_layers
-        return frozenset(i for i in self.attn_layers if self.has_window(i))
 
-    @property
-    def mtp_size_layer(self) -> int:
-        """The layer whose sizes those of multi-token prediction have, where they vary."""
-        windowed = (i for i in range(self.num_layers) if self.has_window(i))
-        return next(windowed, self.num_layers - 1) if self.mtp_window else self.num_layers - 1
+def kda_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that have Kimi delta attention."""
+    return _layers_with(KIMI_DELTA, config)
 
-    @property
-    def mamba_layers(self) -> frozenset[int]:
-        """Indices of the layers that have a Mamba-2 mixer."""
-        return self._layers_with(MAMBA)
 
-    @property
-    def delta_layers(self) -> frozenset[int]:
-        """Indices of the layers that have a gated delta net."""
-        return self._layers_with(DELTA_NET)
+def conv_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that have a gated short convolution."""
+    return _layers_with(SHORT_CONV, config)
 
-    @property
-    def kda_layers(self) -> frozenset[int]:
-        """Indices of the layers that have Kimi delta attention."""
-        return self._layers_with(KIMI_DELTA)
 
-    @property
-    def conv_layers(self) -> frozenset[int]:
-        """Indices of the layers that have a gated short convolution."""
-        return self._layers_with(SHORT_CONV)
+def mixer_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers whose first branch mixes tokens: attention, Mamba-2, a delta
+    rule, a short convolution."""
+    return _layers_with(MIXERS, config)
 
-    @property
-    def mixer_layers(self) -> frozenset[int]:
-        """Indices of the layers whose first branch mixes tokens: attention, Mamba-2, a delta rule,
-        a short convolution."""
-        return self._layers_with(MIXERS)
 
-    @property
-    def index_layers(self) -> frozenset[int]:
-        """Indices of the layers with an indexer of the tokens that attention is limited to."""
-        if not self.index_num_heads:
-            return frozenset()
-        if self.compress_ratios is not None:
-            return frozenset(i for i, r in enumerate(self.compress_ratios) if r == OVERLAP_RATIO)
-        shared = self.shared_index_layers or ()
-        return self.attn_layers - {i for i, is_shared in enumerate(shared) if is_shared}
+def moe_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers whose MLP is a mixture of experts."""
+    if not config.moe.num_experts:
+        return frozenset()
+    if config.layer_kinds is not None:
+        return _layers_with(EXPERTS, config)
+    freq = config.moe.moe_layer_freq
+    if isinstance(freq, int):
+        return frozenset(range(0, config.num_layers, freq))
+    return frozenset(i for i, is_moe in enumerate(freq) if is_moe)
 
-    @property
-    def is_compressed(self) -> bool:
-        """Keys and values are one head, and some layers also attend to compressed ones."""
-        return self.compress_ratios is not None
 
-    @property
-    def heavy_layers(self) -> frozenset[int]:
-        """Indices of the layers that compress keys without overlap, and attend to all of them."""
-        ratios = self.compress_ratios or ()
-        return frozenset(i for i, r in enumerate(ratios) if r not in (0, OVERLAP_RATIO))
+def dense_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that have an MLP."""
+    if config.layer_kinds is None:
+        having_experts = moe_layers(config)
+        everywhere = _find_layers(None, config.num_layers, ATTENTION)
+        return everywhere - having_experts if having_experts else everywhere
+    return _layers_with(MLP, config)
 
-    @property
-    def heavy_ratio(self) -> int:
-        """How many tokens make one key in such layers; 0 if there are none."""
-        return max((self.compress_ratios or (0,))[i] for i in (self.heavy_layers or (0,)))
 
-    @property
-    def compressed_layers(self) -> frozenset[int]:
-        """Layers with compressed keys."""
-        return frozenset(i for i, ratio in enumerate(self.compress_ratios or ()) if ratio)
+def hash_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers in which a table chooses the experts."""
+    return frozenset(range(config.router.num_hash_layers))
 
-    @property
-    def hash_layers(self) -> frozenset[int]:
-        """Indices of the layers in which a table chooses the experts."""
-        return frozenset(range(self.num_hash_layers))
 
-    def index_source(self, layer: int) -> int:
-        """The layer whose indexer chooses the tokens that a layer attends to."""
-        return max(i for i in self.index_layers if i <= layer)
+def parallel_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that mix tokens in several branches, side by side."""
+    return _find_parallel(config.layer_kinds)
 
-    @property
-    def parallel_layers(self) -> frozenset[int]:
-        """Indices of the layers that mix tokens in several branches, side by side."""
-        return _find_parallel(self.layer_kinds)
 
-    @property
-    def dense_layers(self) -> frozenset[int]:
-        """Indices of the layers that have an MLP."""
-        if self.layer_kinds is None:
-            moe_layers = self.moe_layers
-            everywhere = _find_layers(None, self.num_layers, ATTENTION)
-            return everywhere - moe_layers if moe_layers else everywhere
-        return self._layers_with(MLP)
+def sink_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers whose attention may have sinks."""
+    having = attn_layers(config)
+    if not config.window.window_sinks:
+        return having
+    return frozenset(i for i in having if config.window.has_window(i))
 
-    @property
-    def tied_value_layers(self) -> frozenset[int]:
-        """Indices of the layers whose values are their keys."""
-        return frozenset(i for i, is_tied in enumerate(self.tied_values or ()) if is_tied)
 
-    @property
-    def shared_kv_layers(self) -> frozenset[int]:
-        """Indices of the layers that attend to keys and values of an earlier one."""
-        return frozenset(i for i, is_shared in enumerate(self.shared_kv or ()) if is_shared)
+def tied_value_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers whose values are their keys."""
+    return frozenset(i for i, is_tied in enumerate(config.attention.tied_values or ()) if is_tied)
 
-    @property
-    def has_side_inputs(self) -> bool:
-        """Layers read what earlier parts of a pass have left beside the residual: keys and values
-        of another layer, or vectors from an embedding of their own."""
-        return bool(self.shared_kv_layers or self.layer_input_size)
 
-    @property
-    def mtp_branches(self) -> str:
-        """The branches of a layer of multi-token prediction, as in `layer_kinds`."""
-        if self.mtp_kind:
-            return self.mtp_kind
-        if self.layer_kinds is not None:
-            return self.layer_kinds[-1]
-        return ATTENTION + (EXPERTS if self.num_layers - 1 in self.moe_layers else MLP)
+def shared_kv_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers that attend to keys and values of an earlier one."""
+    return frozenset(i for i, is_shared in enumerate(config.attention.shared_kv or ()) if is_shared)
 
-    @property
-    def num_mtp_branches(self) -> int:
-        """How many branches a layer of multi-token prediction has."""
-        return len(self.mtp_branches)
 
-    @property
-    def num_mtp_inner(self) -> int:
-        """How many layers a layer of multi-token prediction has inside, numbered and of one branch
-        each; 0 where it is a mixer, an MLP or experts, or a mixer and one of these."""
-        kind = self.mtp_kind
-        is_one = len(kind) < 2 or (
-            len(kind) == 2 and kind[0] not in MLP + EXPERTS and kind[1] in MLP + EXPERTS
-        )
-        return 0 if is_one else len(kind)
+def index_layers(config: ModelConfig) -> frozenset[int]:
+    """Return the indices of the layers with an indexer of the tokens that attention is limited
+    to."""
+    compression = config.compression
+    if not config.indexer.index_num_heads:
+        return frozenset()
+    if compression.compress_ratios is not None:
+        return frozenset(i for i, r in enumerate(compression.compress_ratios) if r == OVERLAP_RATIO)
+    shared = config.indexer.shared_index_layers or ()
+    return attn_layers(config) - {i for i, is_shared in enumerate(shared) if is_shared}
 
-    @property
-    def _mtp_layer(self) -> str:
-        """The branches of a layer of multi-token prediction without numbered layers inside."""
-        return "" if self.num_mtp_inner else self.mtp_branches
 
-    @property
-    def has_mtp_attn(self) -> bool:
-        """Layers of multi-token prediction have attention."""
-        return ATTENTION in self._mtp_layer
+def index_source(config: ModelConfig, layer: int) -> int:
+    """Return the layer whose indexer chooses the tokens that a layer attends to."""
+    return max(i for i in index_layers(config) if i <= layer)
 
-    @property
-    def has_mtp_sink(self) -> bool:
-        """Layers of multi-token prediction have attention that may have sinks."""
-        return self.has_mtp_attn and (self.mtp_window or not self.window_sinks)
 
-    @property
-    def has_mtp_index(self) -> bool:
-        """Layers of multi-token prediction have an indexer."""
-        return self.has_mtp_attn and bool(self.index_num_heads) and not self.is_compressed
+def has_side_inputs(config: ModelConfig) -> bool:
+    """Return whether layers read what earlier parts of a pass have left beside the residual: keys
+    and values of another layer, or vectors from an embedding of their own."""
+    return bool(shared_kv_layers(config) or config.residual.layer_input_size)
 
-    @property
-    def has_mtp_heavy(self) -> bool:
-        """Layers of multi-token prediction compress keys."""
+
+def is_homogeneous(config: ModelConfig) -> bool:
+    """Return whether Megatron stacks the layers on one axis.
+
+    They hold the same tensors then, and no list says so layer by layer (with a list, even of equal
+    entries, Megatron writes one key per layer).
+    """
+    if config.layer_kinds is not None or config.layer_sizes is not None:
         return False
-
-    @property
-    def has_mtp_hash(self) -> bool:
-        """A table chooses the experts of layers of multi-token prediction."""
+    if not config.norms.first_attn_norm or shared_kv_layers(config):
         return False
+    if config.compression.is_compressed or config.router.num_hash_layers:
+        return False
+    listed = isinstance(config.moe.moe_layer_freq, tuple) and bool(config.moe.num_experts)
+    return not listed and len(moe_layers(config)) in (0, config.num_layers)
 
-    @property
-    def has_mtp_tied_value(self) -> bool:
-        """Layers of multi-token prediction have attention whose values are its keys."""
-        return self.has_mtp_attn and self.num_layers - 1 in self.tied_value_layers
 
-    @property
-    def has_mtp_shared_kv(self) -> bool:
-        """Layers of multi-token prediction attend to keys and values of another layer."""
-        return self.has_mtp_attn and self.num_layers - 1 in self.shared_kv_layers
+def mtp_size_layer(config: ModelConfig) -> int:
+    """Return the layer whose sizes those of multi-token prediction have, where they vary."""
+    if not config.mtp.mtp_window:
+        return config.num_layers - 1
+    windowed = (i for i in range(config.num_layers) if config.window.has_window(i))
+    return next(windowed, config.num_layers - 1)
 
-    @property
-    def has_mtp_mamba(self) -> bool:
-        """Layers of multi-token prediction have a Mamba-2 mixer."""
-        return MAMBA in self._mtp_layer
 
-    @property
-    def has_mtp_delta(self) -> bool:
-        """Layers of multi-token prediction have a gated delta net."""
-        return DELTA_NET in self._mtp_layer
+def mtp_branches(config: ModelConfig) -> str:
+    """Return the branches of a layer of multi-token prediction, as in `layer_kinds`."""
+    if config.mtp.mtp_kind:
+        return config.mtp.mtp_kind
+    if config.layer_kinds is not None:
+        return config.layer_kinds[-1]
+    return ATTENTION + (EXPERTS if config.num_layers - 1 in moe_layers(config) else MLP)
 
-    @property
-    def has_mtp_kda(self) -> bool:
-        """Layers of multi-token prediction have Kimi delta attention."""
-        return KIMI_DELTA in self._mtp_layer
 
-    @property
-    def has_mtp_conv(self) -> bool:
-        """Layers of multi-token prediction have a gated short convolution."""
-        return SHORT_CONV in self._mtp_layer
+def num_mtp_branches(config: ModelConfig) -> int:
+    """Return how many branches a layer of multi-token prediction has."""
+    return len(mtp_branches(config))
 
-    @property
-    def has_mtp_mixer(self) -> bool:
-        """Layers of multi-token prediction have a branch that mixes tokens."""
-        return bool(set(self._mtp_layer) & set(MIXERS))
 
-    @property
-    def has_mtp_parallel(self) -> bool:
-        """Layers of multi-token prediction mix tokens in several branches, side by side."""
-        return bool(_find_parallel((self._mtp_layer,)))
+def has_mtp_attn(config: ModelConfig) -> bool:
+    """Return whether layers of multi-token prediction have attention."""
+    return _mtp_has(ATTENTION, config)
 
-    @property
-    def has_mtp_dense(self) -> bool:
-        """Layers of multi-token prediction have an MLP."""
-        return MLP in self._mtp_layer
 
-    @property
-    def has_mtp_moe(self) -> bool:
-        """Layers of multi-token prediction have experts."""
-        return EXPERTS in self._mtp_layer and bool(self.num_experts)
+def _mtp_has(symbols: str, config: ModelConfig) -> bool:
+    return bool(set(_mtp_layer(config)) & set(symbols))
 
-    def _layers_with(self, symbols: str) -> frozenset[int]:
-        return _find_layers(self.layer_kinds, self.num_layers, symbols)
 
-    @property
-    def moe_layers(self) -> frozenset[int]:
-        """Indices of the layers whose MLP is a mixture of experts."""
-        if not self.num_experts:
-            return frozenset()
-        if self.layer_kinds is not None:
-            return self._layers_with(EXPERTS)
-        freq = self.moe_layer_freq
-        if isinstance(freq, int):
-            return frozenset(range(0, self.num_layers, freq))
-        return frozenset(i for i, is_moe in enumerate(freq) if is_moe)
+def _mtp_layer(config: ModelConfig) -> str:
+    """The branches of a layer of multi-token prediction without numbered layers inside."""
+    return "" if config.mtp.num_mtp_inner else mtp_branches(config)
+
+
+def _mtp_attn_if(
+    holds: Callable[[ModelConfig], object],
+) -> Callable[[ModelConfig], bool]:
+    return lambda config: has_mtp_attn(config) and bool(holds(config))
+
+
+def _layers_with(symbols: str, config: ModelConfig) -> frozenset[int]:
+    return _find_layers(config.layer_kinds, config.num_layers, symbols)
 
 
 @lru_cache(maxsize=64)
@@ -295,3 +197,46 @@ def _find_layers(kinds: tuple[str, ...] | None, num_layers: int, symbols: str) -
 def _find_parallel(kinds: tuple[str, ...] | None) -> frozenset[int]:
     """The layers that have more than one branch which mixes tokens."""
     return frozenset(i for i, kind in enumerate(kinds or ()) if len(set(kind) & set(MIXERS)) > 1)
+
+
+_SETS: tuple[Callable[[ModelConfig], Any], ...] = (
+    *(attn_layers, mamba_layers, delta_layers, kda_layers, conv_layers, mixer_layers),
+    *(moe_layers, dense_layers, hash_layers, parallel_layers, sink_layers),
+    *(tied_value_layers, shared_kv_layers, index_layers, has_side_inputs, is_homogeneous),
+    *(mtp_size_layer, mtp_branches, num_mtp_branches, has_mtp_attn),
+)
+DERIVED: dict[str, Callable[[ModelConfig], Any]] = {
+    **{function.__name__: function for function in _SETS},
+    "has_mtp_sink": _mtp_attn_if(lambda c: c.mtp.mtp_window or not c.window.window_sinks),
+    "has_mtp_index": _mtp_attn_if(
+        lambda c: c.indexer.index_num_heads and not c.compression.is_compressed
+    ),
+    "has_mtp_tied_value": _mtp_attn_if(lambda c: c.num_layers - 1 in tied_value_layers(c)),
+    "has_mtp_shared_kv": _mtp_attn_if(lambda c: c.num_layers - 1 in shared_kv_layers(c)),
+    "has_mtp_heavy": lambda _: False,  # such layers compress no keys
+    "has_mtp_hash": lambda _: False,  # and no table chooses their experts
+    "has_mtp_mamba": partial(_mtp_has, MAMBA),
+    "has_mtp_delta": partial(_mtp_has, DELTA_NET),
+    "has_mtp_kda": partial(_mtp_has, KIMI_DELTA),
+    "has_mtp_conv": partial(_mtp_has, SHORT_CONV),
+    "has_mtp_mixer": partial(_mtp_has, MIXERS),
+    "has_mtp_parallel": lambda c: bool(_find_parallel((_mtp_layer(c),))),
+    "has_mtp_dense": partial(_mtp_has, MLP),
+    "has_mtp_moe": lambda c: _mtp_has(EXPERTS, c) and bool(c.moe.num_experts),
+}
+"""What can be said of a configuration by name, beside its fields (`has_mtp_X` says of the layers of
+multi-token prediction what `X_layers` says of the others)."""
+
+
+def knows(name: str) -> bool:
+    """Return whether there is a field, or something derived of fields, of this name."""
+    return name in PART_OF or name in DERIVED
+
+
+def value_of(config: ModelConfig, name: str) -> Any:
+    """Return the value of a field, or what is derived of fields, by name.
+
+    Raises:
+        KeyError: there is neither.
+    """
+    return config.get(name) if name in PART_OF else DERIVED[name](config)

@@ -1,35 +1,38 @@
-"""A model's shape: `ModelConfig`, one vocabulary for every family and format."""
+"""A model's configuration: `ModelConfig`, one vocabulary for every family and format.
+
+Each concept is a part with fields of its own. No two parts have a field of the same name, so that
+tables of families, recipes and messages name a field by its name alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_type_hints
 
 from megtool.errors import MappingError
-from megtool.spec.checks import (
-    check_alibi,
-    check_compressed,
-    check_fields,
-    check_kinds,
-    check_layers,
-    check_numbers,
-    check_rope_scaling,
-)
-from megtool.spec.layer_sets import (
+from megtool.spec.attention import AttentionPart, LatentPart, WindowPart
+from megtool.spec.checks import are_flags, check_int, check_part, is_list
+from megtool.spec.facts import FieldFacts, fact, read_facts
+from megtool.spec.feed_forward import MlpPart, MoePart, RouterPart
+from megtool.spec.layer_symbols import (
     DELTA_NET,
     EXPERTS,
     KIMI_DELTA,
     LAYER_SYMBOLS,
     MAMBA,
     SHORT_CONV,
-    LayerSets,
 )
+from megtool.spec.norms import NormPart, ResidualPart
+from megtool.spec.positions import PositionPart, check_rope_scaling
+from megtool.spec.recurrent import DeltaPart, MambaPart, ShortConvPart
+from megtool.spec.sparse_attention import OVERLAP_RATIO, CompressionPart, IndexerPart
+from megtool.spec.vocabulary import EmbeddingPart, HeadPart, MtpPart
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
-NORMS = ("rmsnorm", "layernorm")
-POSITIONS = ("rope", "learned", "relative", "alibi", "none")
-QK_NORMS = ("head", "each", "all")
+VARYING = ("num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+"""Fields that `layer_sizes` may have."""
+
 _DELTA_SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -46,316 +49,80 @@ _SIZES_OF = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(LayerSets):
-    """A decoder's shape, in one vocabulary for every format.
+class ModelConfig:
+    """A model as its layers and, for every concept, a part.
 
-    Sizes count elements, `num_*` count things. Three flags (`qkv_bias`, `attn_out_bias`,
-    `mlp_bias`) and `qk_norm` say which optional tensors exist; reading a checkpoint sets them from
-    what it holds. `moe_layer_freq` is Megatron's: an int n makes every n-th layer (from the first)
-    a mixture of experts, a tuple says so layer by layer. A token attends to `window_size` tokens,
-    itself included (0: to all before it); `window_skip_freq` n lets every n-th layer attend to all,
-    a tuple has a 1 for every layer with a window, and None gives one to all. `no_rope_layers` has a
-    1 for every layer without rotary embedding. `extra` keeps the keys of the configuration it was
-    read from that nothing else here says, verbatim.
-
-    `layer_kinds` names the branches of every layer, in order, by the symbols of Megatron's
-    HybridModel: `*` attention, `M` Mamba-2, `G` gated delta net, `K` Kimi delta attention, `-` MLP,
-    `E` mixture of experts (`*-` is a layer of a GPT, `M` a layer that is a Mamba mixer alone), and
-    `c` for a gated short convolution over `short_conv_taps` tokens. The sizes of both delta rules
-    are `linear_*`, and a model has one of the two. None: attention in every layer, and experts or
-    an MLP by `moe_layer_freq`. `mtp_kind` are the branches of each layer of multi-token prediction,
-    those of the last layer where it is empty; HybridModel may have more there than a mixer and an
-    MLP (`num_mtp_inner`).
-
-    `layer_sizes` has, for sizes that vary from layer to layer (any of `VARYING`), one number for
-    each layer, and a layer may then have no branch at all; the fields themselves are at least as
-    large. `at_layer` is the configuration of one of the layers, whose `layer_sizes` is empty.
-
-    `tied_values` has a 1 for every layer whose values are its keys, before their norm and rotation.
-    `value_norm` divides values by their root mean square, and `layer_scalar` says that the output
-    of every layer is multiplied by a number of its own, which is not trained.
-
-    `shared_kv` has a 1 for every layer without keys and values of its own: it attends to those of
-    the last layer before it that has some and the same window. With `layer_input_size` every layer
-    adds what it makes of a vector of that size, which it gets for each token from a second
-    embedding and the first residual.
-
-    Where `moe_latent_size` is not 0, routed experts read and return vectors of that size, between
-    two projections that all of them share. With `expert_norms` the shared experts have norms of
-    their own before and after them, and so have the routed ones. With `router_norm` the router
-    reads the residual, divided by its root mean square and times a weight, and multiplies the share
-    of each expert by a number of its own.
-
-    Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
-    qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
-    `router_pre_softmax` says that scores are normalized before the choice of experts, not among
-    the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
-    prediction); each is like the last one. What projects its two inputs to one has columns for the
-    embedding first, or, with `mtp_hidden_first`, for the hidden state. With `mtp_window` they have
-    a window, and the sizes of layers that have one.
-
-    Values have as many elements as keys, or `v_head_dim` where that is not 0; they are multiplied
-    by `attn_value_scale`. With `window_sinks` layers without a window have no sinks.
-
-    Where `index_num_heads` is not 0, a token of latent attention attends only to the `index_topk`
-    tokens before it that an indexer ranks highest (DeepSeek Sparse Attention), by heads of
-    `index_head_dim` elements, of which the first `qk_rope_head_dim` turn: in halves, or with
-    `index_interleaved` in pairs. `shared_index_layers` has a 1 for every layer without an indexer,
-    which attends to the tokens that the last one before it has chosen.
-
-    In a model with `compress_ratios`, one for each layer, keys and values are one head, and the
-    same vector, which queries made of `q_lora_rank` numbers attend to within the window. In a layer
-    with a ratio r other than 0 they also attend to what every r tokens before are compressed to,
-    with r = `OVERLAP_RATIO` out of twice as many tokens and limited to `index_topk` by an indexer;
-    such layers turn by `compress_rope_base` and the rotary scaling, the others by `rope_base`
-    alone. The output is projected in `out_groups` groups of heads to `out_lora_rank` numbers each.
-    Layers of multi-token prediction compress nothing.
-
-    `hyper_streams` is the number of residuals side by side (0: one, as everywhere else), which
-    every branch reads and adds to by weights that depend on them; `hyper_iterations` steps make
-    the weights among residuals doubly stochastic, with `hyper_eps`. In the first `num_hash_layers`
-    layers a table says which experts a token goes to, whatever it attends to.
-
-    In a `bidirectional` model tokens attend to those behind them as well, and a window reaches as
-    far to either side; it predicts the tokens that were masked. Words have one of
-    `num_token_types`, and learned positions are counted from `position_offset`. `embedding_norm`
-    normalizes embeddings. `masked_head` puts a linear layer, the activation and a norm before the
-    output layer (which `head_dense_bias` and `head_bias` give a bias).
-
-    With `num_labels` there is no output layer: labels are scored, of a text by its last token (of a
-    `bidirectional` model by its first). `score_dense` is a linear layer and tanh before that, and
-    scores have a `score_bias`. One label is a reward, or another number.
-
-    With `num_decoder_layers` the layers are an encoder's, and as many of a decoder attend to its
-    output. Relative positions have `relative_num_buckets` biases for each head; tokens that are
-    `relative_max_distance` or more apart share the last. Layers of a stack share the biases, unless
-    they are `relative_per_layer`. With `alibi` a score is less by the distance of its key times a
-    slope, which is one over two to a number that is larger from head to head, up to
-    `alibi_bias_max`.
-
-    `pre_norms` is false where nothing is normalized before attention and MLP, `first_attn_norm`
-    where nothing is before the first layer's attention; `shared_norm` is true where one norm feeds
-    both (in parallel), and `norm_bias` false where layer norms have a weight alone; `norm_weight`
-    is false where norms have neither. Heads turn backwards with `rope_reversed`. `post_norms`
-    normalize what attention and MLP add to the residual; with `norms_after_add` such norms are of
-    the sum. `final_norm` says that there is a norm after the last layer. `qk_norm_of` says what a
-    norm of queries or keys (`qk_norm`) covers: a `head`, all with the same weights; `each` head
-    with weights of its own; `all` heads of a token at once. With `qk_norm_rotated` it comes after
-    rotation.
-
-    What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
-    over the square root of a query head's size); a cap c bends scores or logits x to
-    `c * tanh(x / c)` (0: no cap); embeddings, the output of every residual branch, and logits are
-    multiplied by their scales, and so are, where mixers run side by side, what attention is given
-    (`attn_in_scale`) and what both add (`attn_out_scale`, `mamba_out_scale`), in a gated MLP the
-    half that is activated, before that, and the MLP's output (`mlp_gate_scale`, `mlp_out_scale`),
-    and the five parts of a Mamba-2 mixer's projection, z, x, B, C and dt (`mamba_in_scales`). A
-    mixer with `mamba_norm` normalizes its output, after its gate or before (`mamba_norm_first`);
-    its steps lie within `mamba_step_limit`. A gated MLP clamps the activated half from above and
-    the other half on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter.
-    `qk_l2_norm` divides queries and keys by their root mean square after rotation. Layers with
-    rotary embedding attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers
-    without one multiply queries at position p by
-    `1 + attn_temperature_scale * log(1 + floor((p + 1) / floor_size))`, where `floor_size` is
-    `attn_temperature_floor`; with `attn_temperature_rotated` layers with rotary embedding multiply
-    them so after it, with p for p + 1. A group of experts is ranked by
-    the sum of its `router_group_best` best scores (0: Megatron's number, the experts a token gets
-    from each chosen group). With the score `sparsemixer` experts are chosen one after the other,
-    each with its share in a softmax over those whose logits are less than `2 * router_jitter` below
-    its own, relative to their size. `router_scales_input` multiplies what an expert is given by its
-    score, not what it returns. `router_fp32` casts the router and what it is given to float32.
+    `from_fields` makes one of fields by name, `with_fields` changes some, `get` reads one, and
+    `to_fields` returns all.
 
     Raises:
         MappingError: a value is impossible; the message names the field.
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int = 2048
-    tied_embeddings: bool = False
-    norm: str = "rmsnorm"
-    norm_eps: float = 1e-5
-    norm_bias: bool = True
-    norm_weight: bool = True
-    pre_norms: bool = True
-    shared_norm: bool = False
-    zero_centered_norm: bool = False
-    parallel_residual: bool = False
-    gated: bool = True
-    activation: str = "silu"
-    qkv_bias: bool = False
-    attn_out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_of: str = "head"
-    qk_norm_rotated: bool = False
-    attn_output_gate: bool = False
-    position_embedding: str = "rope"
-    rotary_percent: float = 1.0
-    rope_interleaved: bool = False
-    rope_reversed: bool = False
-    rope_base: float = 10000.0
-    rope_local_base: float | None = None
-    rope_scaling: Mapping[str, Any] | None = None
-    window_size: int = 0
-    window_skip_freq: int | tuple[int, ...] | None = None
-    no_rope_layers: tuple[int, ...] | None = None
-    num_token_types: int = 0
-    bidirectional: bool = False
-    position_offset: int = 0
-    embedding_norm: bool = False
-    first_attn_norm: bool = True
-    final_norm: bool = True
-    norms_after_add: bool = False
-    masked_head: bool = False
-    head_dense_bias: bool = False
-    head_bias: bool = False
-    num_labels: int = 0
-    score_dense: bool = False
-    score_bias: bool = False
-    num_decoder_layers: int = 0
-    relative_num_buckets: int = 0
-    relative_max_distance: int = 0
-    relative_per_layer: bool = False
-    alibi_bias_max: float = 8.0
-    num_experts: int = 0
-    num_experts_per_token: int = 0
-    moe_ffn_hidden_size: int = 0
-    shared_ffn_hidden_size: int = 0
-    moe_layer_freq: int | tuple[int, ...] = 1
-    moe_latent_size: int = 0
-    expert_norms: bool = False
-    router_norm: bool = False
-    router_score: str = "softmax"
-    router_pre_softmax: bool = False
-    router_scaling: float = 1.0
-    router_num_groups: int = 0
-    router_topk_groups: int = 0
-    router_bias: bool = False
-    router_expert_bias: bool = False
-    shared_expert_gate: bool = False
-    attn_sinks: bool = False
-    window_sinks: bool = False
-    attn_value_scale: float = 1.0
-    tied_values: tuple[int, ...] | None = None
-    value_norm: bool = False
-    layer_scalar: bool = False
-    shared_kv: tuple[int, ...] | None = None
-    layer_input_size: int = 0
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    index_num_heads: int = 0
-    index_head_dim: int = 0
-    index_topk: int = 0
-    index_interleaved: bool = False
-    shared_index_layers: tuple[int, ...] | None = None
-    compress_ratios: tuple[int, ...] | None = None
-    compress_rope_base: float = 160000.0
-    out_groups: int = 0
-    out_lora_rank: int = 0
-    hyper_streams: int = 0
-    hyper_iterations: int = 20
-    hyper_eps: float = 1e-6
-    num_hash_layers: int = 0
-    num_mtp_layers: int = 0
-    mtp_hidden_first: bool = False
-    mtp_window: bool = False
-    layer_kinds: tuple[str, ...] | None = None
-    layer_sizes: Mapping[str, tuple[int, ...]] | None = None
-    mtp_kind: str = ""
-    mamba_num_heads: int = 0
-    mamba_head_dim: int = 0
-    mamba_state_dim: int = 0
-    mamba_num_groups: int = 0
-    mamba_conv_kernel: int = 4
-    mamba_norm: bool = True
-    mamba_norm_first: bool = False
-    mamba_in_scales: tuple[float, ...] | None = None
-    mamba_step_limit: tuple[float, float] | None = None
-    mamba_out_scale: float = 1.0
-    attn_in_scale: float = 1.0
-    attn_out_scale: float = 1.0
-    mlp_gate_scale: float = 1.0
-    mlp_out_scale: float = 1.0
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel: int = 4
-    short_conv_taps: int = 0
-    short_conv_bias: bool = False
-    softmax_scale: float | None = None
-    attn_softcap: float = 0.0
-    logit_softcap: float = 0.0
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    activation_limit: float = 0.0
-    glu_offset: float = 0.0
-    qk_l2_norm: bool = False
-    post_norms: bool = False
-    attn_chunk_size: int = 0
-    attn_temperature_floor: int = 0
-    attn_temperature_scale: float = 0.0
-    attn_temperature_rotated: bool = False
-    router_group_best: int = 0
-    router_jitter: float = 0.0
-    router_scales_input: bool = False
-    router_fp32: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    num_layers: int = fact("layers", hf="num_hidden_layers", megatron="num_layers")
+    """Layers, those of multi-token prediction not counted; with a decoder, the encoder's."""
+    hidden_size: int = fact("elements", hf="hidden_size", megatron="hidden_size")
+    """Size of the residual."""
+    layer_kinds: tuple[str, ...] | None = fact(
+        "symbols by layer", None, hf="layer_types", megatron="hybrid_layer_pattern"
+    )
+    """Branches of every layer, in order, by the symbols of `layer_symbols` (`*-` is a layer of a
+    GPT, `M` a Mamba-2 mixer alone). None: attention everywhere, and experts or an MLP by
+    `moe_layer_freq`."""
+    layer_sizes: Mapping[str, tuple[int, ...]] | None = fact(
+        "numbers by layer",
+        None,
+        hf="block_configs",
+        megatron="heterogeneous_layers_config_encoded_json",
+    )
+    """Values by layer of any of `VARYING`, whose own fields are at least as large; a layer may
+    then have no branch at all. Empty for the configuration of one layer."""
+    bidirectional: bool = fact("flag", False, hf=None, megatron=None)
+    """Tokens attend to those after them as well, and the model predicts masked ones."""
+    num_decoder_layers: int = fact(
+        "layers", 0, hf="num_decoder_layers", megatron="decoder_num_layers"
+    )
+    """Layers of a decoder that attends to the output of the others; 0: there is none."""
+    extra: Mapping[str, Any] = fact(
+        "keys",
+        factory=dict,
+        hf=None,
+        megatron=None,
+        changes_function=False,
+        from_family=False,
+    )
+    """Keys of the configuration it was read from that no other field says, verbatim."""
+    attention: AttentionPart
+    mlp: MlpPart
+    embedding: EmbeddingPart
+    window: WindowPart = field(default_factory=WindowPart)
+    latent: LatentPart = field(default_factory=LatentPart)
+    indexer: IndexerPart = field(default_factory=IndexerPart)
+    compression: CompressionPart = field(default_factory=CompressionPart)
+    positions: PositionPart = field(default_factory=PositionPart)
+    norms: NormPart = field(default_factory=NormPart)
+    residual: ResidualPart = field(default_factory=ResidualPart)
+    moe: MoePart = field(default_factory=MoePart)
+    router: RouterPart = field(default_factory=RouterPart)
+    mamba: MambaPart = field(default_factory=MambaPart)
+    delta: DeltaPart = field(default_factory=DeltaPart)
+    short_conv: ShortConvPart = field(default_factory=ShortConvPart)
+    mtp: MtpPart = field(default_factory=MtpPart)
+    head: HeadPart = field(default_factory=HeadPart)
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        further = self.num_mtp_layers * max(1, self.num_mtp_inner)
-        num_layers = self.num_layers + further + self.num_decoder_layers
-        if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
-            raise MappingError(
-                f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
-                hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
-            )
-        for name in ("norm_eps", "rope_base", "rotary_percent", "alibi_bias_max"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise MappingError(f"{name} is {value!r}", hint="a positive number")
-        if self.num_heads % self.num_kv_heads:
-            raise MappingError(
-                f"num_kv_heads is {self.num_kv_heads}, which does not divide "
-                f"num_heads {self.num_heads}"
-            )
-        if self.norm not in NORMS:
-            raise MappingError(f"norm is {self.norm!r}", hint=f"known: {', '.join(NORMS)}")
-        if self.qk_norm_of not in QK_NORMS:
-            raise MappingError(
-                f"qk_norm_of is {self.qk_norm_of!r}", hint=f"known: {', '.join(QK_NORMS)}"
-            )
-        if self.position_embedding not in POSITIONS:
-            raise MappingError(
-                f"position_embedding is {self.position_embedding!r}",
-                hint=f"known: {', '.join(POSITIONS)}",
-            )
-        latent = (self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim)
-        if self.kv_lora_rank and not all(latent):
-            raise MappingError(
-                f"kv_lora_rank is {self.kv_lora_rank}, but query and value heads have {latent}",
-                hint="latent attention needs the sizes of its heads",
-            )
-        check_numbers(self)
-        check_alibi(self)
-        check_layers(self)
-        check_compressed(self)
-        check_kinds(self, LAYER_SYMBOLS, _SIZES_OF)
-        turning = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
-        share = 1.0 if self.kv_lora_rank else self.rotary_percent
-        check_rope_scaling(self.rope_scaling, int(turning * share))
-        freq = self.moe_layer_freq
+        check_part(self)
+        _check_counts(self)
+        _check_latent(self)
+        _check_alibi(self)
+        _check_layers(self)
+        _check_compressed(self)
+        _check_kinds(self)
+        turning = self.attention.head_dim * self.positions.rotary_percent
+        if self.latent.kv_lora_rank:
+            turning = self.latent.qk_rope_head_dim
+        check_rope_scaling(self.positions.rope_scaling, int(turning))
+        freq = self.moe.moe_layer_freq
         if (isinstance(freq, int) and freq < 1) or (
             isinstance(freq, tuple) and len(freq) != self.num_layers
         ):
@@ -364,33 +131,296 @@ class ModelConfig(LayerSets):
                 hint=f"a positive int, or one 0 or 1 for each of {self.num_layers} layers",
             )
 
-    @property
-    def value_size(self) -> int:
-        """Elements of a value of one head."""
-        return self.v_head_dim or self.head_dim
+    @classmethod
+    def from_fields(cls, **values: Any) -> ModelConfig:
+        """Make a configuration from fields of any part, by name.
+
+        Raises:
+            MappingError: a value is impossible; the message names the field.
+            TypeError: a required field is missing, or a name is no field.
+        """
+        by_part = _sort_by_part(values)
+        own = by_part.pop("", {})
+        return cls(**own, **{name: kind(**by_part.get(name, {})) for name, kind in PARTS.items()})
+
+    def with_fields(self, **values: Any) -> ModelConfig:
+        """Return the configuration with other values of some fields, by name.
+
+        Raises:
+            MappingError: a value is impossible; the message names the field.
+            TypeError: a name is no field.
+        """
+        by_part = _sort_by_part(values)
+        own = by_part.pop("", {})
+        parts = {n: replace(getattr(self, n), **changed) for n, changed in by_part.items()}
+        return replace(self, **own, **parts)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the values of all fields of all parts, by name."""
+        return {name: self.get(name) for name in CONFIG_FIELDS}
+
+    def get(self, name: str) -> Any:
+        """Return the value of a field, or of a property of a part, by name.
+
+        Raises:
+            KeyError: no part has it.
+        """
+        part = PART_OF[name]
+        return getattr(getattr(self, part) if part else self, name)
 
     @property
     def residual_size(self) -> int:
         """Numbers of a token between layers: all residuals, where several are side by side."""
-        return self.hidden_size * (self.hyper_streams or 1)
-
-    @property
-    def is_homogeneous(self) -> bool:
-        """Megatron stacks the layers on one axis: they hold the same tensors, and no list says so
-        layer by layer (with a list, even of equal entries, Megatron writes one key per layer)."""
-        if self.layer_kinds is not None or self.layer_sizes is not None or not self.first_attn_norm:
-            return False
-        if self.shared_kv_layers or self.is_compressed or self.num_hash_layers:
-            return False
-        listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
-        return not listed and len(self.moe_layers) in (0, self.num_layers)
+        return self.hidden_size * (self.residual.hyper_streams or 1)
 
     def at_layer(self, layer: int) -> ModelConfig:
-        """The configuration with the sizes of one layer; itself where all have the same."""
+        """Return the configuration with the sizes of one layer; itself where all are the same."""
         if not self.layer_sizes:
             return self
-        sizes: dict[str, Any] = {name: n[layer] for name, n in self.layer_sizes.items()}
-        return replace(self, layer_sizes={}, **sizes)
+        sizes = {name: numbers[layer] for name, numbers in self.layer_sizes.items()}
+        return self.with_fields(layer_sizes={}, **sizes)
 
 
-CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
+PARTS: dict[str, type] = {
+    name: kind
+    for name, kind in get_type_hints(ModelConfig).items()
+    if isinstance(kind, type) and kind.__module__.startswith("megtool.spec.")
+}
+"""The class of every part."""
+
+CONFIG_FIELDS: dict[str, FieldFacts] = {
+    name: facts
+    for part in (ModelConfig, *PARTS.values())
+    for name, (_, facts) in read_facts(part).items()
+}
+"""The facts of every field of every part."""
+
+PART_OF: dict[str, str] = {
+    name: part
+    for part, kind in {"": ModelConfig, **PARTS}.items()
+    for name in (*read_facts(kind), *(n for n, v in vars(kind).items() if isinstance(v, property)))
+}
+"""The part that has a field or a property; empty for those of the model."""
+
+
+def _sort_by_part(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    by_part: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in CONFIG_FIELDS:
+            raise TypeError(f"ModelConfig has no field {name!r}")
+        by_part.setdefault(PART_OF[name], {})[name] = value
+    return by_part
+
+
+def _check_counts(config: ModelConfig) -> None:
+    further = config.mtp.num_mtp_layers * max(1, config.mtp.num_mtp_inner)
+    num_layers = config.num_layers + further + config.num_decoder_layers
+    if num_layers > MOST_LAYERS or num_layers * config.moe.num_experts > MOST_EXPERTS:
+        raise MappingError(
+            f"num_layers is {config.num_layers}, num_experts {config.moe.num_experts}",
+            hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
+        )
+
+
+def _check_latent(config: ModelConfig) -> None:
+    sizes = (
+        config.latent.qk_nope_head_dim + config.latent.qk_rope_head_dim,
+        config.attention.v_head_dim,
+    )
+    if config.latent.kv_lora_rank and not all(sizes):
+        raise MappingError(
+            f"kv_lora_rank is {config.latent.kv_lora_rank}, but query and value heads have {sizes}",
+            hint="latent attention needs the sizes of its heads",
+        )
+
+
+def _check_alibi(config: ModelConfig) -> None:
+    """Refuse slopes of scores beside what no model has with them."""
+    if config.positions.position_embedding != "alibi":
+        return
+    others = ("kv_lora_rank", "attn_sinks", "attn_softcap", "compress_ratios", "bidirectional")
+    for name in others:
+        if value := config.get(name):
+            raise MappingError(
+                f"{name} is {value!r} in a model whose scores have a slope (alibi)",
+                hint="such slopes are added to plain scores of tokens before",
+                error_id="unsupported-model",
+            )
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Refuse sizes by layer that are not one positive number for each, or that do not fit."""
+    if (sizes := config.layer_sizes) is None:
+        return
+    if not isinstance(sizes, Mapping) or set(sizes) - set(VARYING):
+        raise MappingError(
+            f"layer_sizes is {str(sizes)[:80]}",
+            hint=f"numbers by layer, of {', '.join(VARYING)}",
+        )
+    if (config.mtp.num_mtp_layers and not config.mtp.mtp_window) or config.latent.kv_lora_rank:
+        raise MappingError(
+            "sizes vary by layer in a model with latent attention or multi-token prediction",
+            hint="layers of multi-token prediction may have those of layers with a window",
+            error_id="unsupported-model",
+        )
+    for name, numbers in sizes.items():
+        if not isinstance(numbers, tuple) or len(numbers) != config.num_layers:
+            raise MappingError(
+                f"{name} of layer_sizes is {str(numbers)[:80]}",
+                hint=f"one number for each of {config.num_layers} layers",
+            )
+        for number in numbers:
+            check_int(f"{name} of a layer", number, 1)
+        if max(numbers) > config.get(name):
+            raise MappingError(f"a layer has {name}={max(numbers)}, and the model says less")
+
+
+def _check_indexer(config: ModelConfig, counts: tuple[int, ...]) -> None:
+    """Refuse indexers without sizes, and layers that share a choice which nobody has made."""
+    shared = config.indexer.shared_index_layers
+    if shared is not None and (not are_flags(shared, counts) or shared[0]):
+        raise MappingError(
+            f"shared_index_layers is {str(shared)[:80]}",
+            hint=f"one 0 or 1 for each of {config.num_layers} layers, and 0 for the first",
+        )
+    if not config.indexer.index_num_heads:
+        return
+    needed = ("q_lora_rank", "index_topk")
+    for name in needed if config.compression.is_compressed else ("kv_lora_rank", *needed):
+        if not config.get(name):
+            raise MappingError(
+                f"{name} is 0, but there are {config.indexer.index_num_heads} heads of an indexer",
+                hint="an indexer reads the compressed queries of latent attention",
+            )
+    turning = config.latent.qk_rope_head_dim
+    if config.compression.is_compressed:
+        turning = int(config.attention.head_dim * config.positions.rotary_percent)
+    if config.indexer.index_head_dim < turning:
+        raise MappingError(
+            f"index_head_dim is {config.indexer.index_head_dim}, less than the {turning} elements "
+            "that turn",
+            hint="at least qk_rope_head_dim",
+        )
+
+
+def _check_shared_kv(config: ModelConfig, counts: tuple[int, ...]) -> None:
+    """Refuse layers that share keys and values which no earlier layer has."""
+    shared = config.attention.shared_kv
+    if shared is None:
+        return
+    if not are_flags(shared, counts) or shared[0]:
+        raise MappingError(
+            f"shared_kv is {str(shared)[:80]}",
+            hint=f"one 0 or 1 for each of {config.num_layers} layers, and 0 for the first",
+        )
+    if any(shared) and (
+        config.latent.kv_lora_rank or config.mtp.num_mtp_layers or config.attention.attn_output_gate
+    ):
+        raise MappingError(
+            "layers share keys and values in a model with latent or gated attention, or with "
+            "multi-token prediction",
+            hint="such a model has none of these",
+            error_id="unsupported-model",
+        )
+
+
+def _check_compressed(config: ModelConfig) -> None:
+    """Refuse compressed keys, residuals side by side, and tables of experts that cannot be."""
+    if config.router.num_hash_layers > (config.num_layers if config.moe.num_experts else 0):
+        raise MappingError(
+            f"num_hash_layers is {config.router.num_hash_layers}, of {config.num_layers} layers",
+            hint="a table of experts is for layers with experts",
+        )
+    ratios = config.compression.compress_ratios
+    if ratios is None:
+        return
+    if not is_list(ratios) or len(ratios) != config.num_layers:
+        raise MappingError(
+            f"compress_ratios is {str(ratios)[:80]}",
+            hint=f"one number for each of {config.num_layers} layers",
+        )
+    for ratio in ratios:
+        check_int("compress_ratios of a layer", ratio, 0)
+    if len(heavy := sorted({r for r in ratios if r not in (0, OVERLAP_RATIO)})) > 1:
+        raise MappingError(
+            f"compress_ratios has {heavy}",
+            hint=f"0, {OVERLAP_RATIO}, and one other number",
+            error_id="unsupported-model",
+        )
+    for name in ("q_lora_rank", "out_groups", "out_lora_rank", "window_size"):
+        if not config.get(name):
+            raise MappingError(f"{name} is 0, but there are compress_ratios", hint="more than 0")
+    if OVERLAP_RATIO in ratios and not config.indexer.index_num_heads:
+        raise MappingError(
+            f"index_num_heads is 0, but layers compress every {OVERLAP_RATIO} tokens",
+            hint="such layers choose by an indexer among what they attend to",
+        )
+    groups = config.compression.out_groups
+    heads, kv_heads = config.attention.num_heads, config.attention.num_kv_heads
+    if kv_heads != 1 or heads % groups:
+        raise MappingError(
+            f"num_kv_heads is {kv_heads}, out_groups {groups} of {heads} heads",
+            hint="one head of keys and values, and equal groups",
+        )
+
+
+def _check_layers(config: ModelConfig) -> None:
+    """Refuse lists that are not one flag for each layer, and layers counted in steps of none.
+
+    Layers of multi-token prediction may have flags, too.
+    """
+    attention = config.attention
+    counts = (config.num_layers, config.num_layers + config.mtp.num_mtp_layers)
+    skip, without = config.window.window_skip_freq, config.positions.no_rope_layers
+    flags = f"one 0 or 1 for each of {config.num_layers} layers"
+    is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
+    if skip is not None and not is_step and not are_flags(skip, counts):
+        raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
+    if without is not None and not are_flags(without, counts):
+        raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
+    if attention.tied_values is not None and not are_flags(attention.tied_values, counts):
+        raise MappingError(f"tied_values is {attention.tied_values!r}", hint=flags)
+    _check_shared_kv(config, counts)
+    _check_sizes(config)
+    _check_indexer(config, counts)
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    """Refuse kinds of layers that are unknown, not one for each, or lack their sizes."""
+    kinds, mtp = config.layer_kinds, config.mtp.mtp_kind
+    known = " ".join(LAYER_SYMBOLS)
+    if not isinstance(mtp, str) or set(mtp) - set(LAYER_SYMBOLS):
+        raise MappingError(f"mtp_kind is {mtp!r:.40}", hint=f"branches in order, of {known}")
+    if kinds is None:
+        return
+    if len(kinds) != config.num_layers or not all(
+        isinstance(k, str)
+        and (k or config.layer_sizes is not None)
+        and set(k) <= set(LAYER_SYMBOLS)
+        for k in kinds
+    ):
+        raise MappingError(
+            f"layer_kinds is {str(kinds)[:80]}",
+            hint=f"the branches of each of {config.num_layers} layers, of {known}",
+        )
+    joined = "".join(kinds)
+    if {"G", "K"} <= set(joined + mtp):
+        raise MappingError(
+            "layers have gated delta nets and Kimi delta attention, whose sizes are one set",
+            hint="a model has one of the two",
+            error_id="unsupported-model",
+        )
+    heads = (config.delta.linear_num_key_heads, config.delta.linear_num_value_heads)
+    if "K" in joined + mtp and heads[0] != heads[1]:
+        raise MappingError(
+            f"Kimi delta attention has {heads[0]} heads of keys and {heads[1]} of values",
+            hint="as many of both",
+            error_id="unsupported-model",
+        )
+    for symbol, names in _SIZES_OF.items():
+        lacking = [n for n in names if not config.get(n)]
+        if symbol in joined and lacking:
+            raise MappingError(
+                f"{lacking[0]} is 0, but layers of the kind {symbol!r} need it",
+                hint="layer_kinds and the sizes of its layers belong together",
+            )

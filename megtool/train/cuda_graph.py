@@ -25,6 +25,7 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.pipeline import PipelineSchedule, StageLink
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.scaler import DynamicGradScaler
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.train.options.config import TrainConfig
 
@@ -269,13 +270,13 @@ def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
     if settings.cuda_graph_impl == "none":
         return
     layout = settings.layout
-    if config.moe_layers and (layout.ep > 1 or (layout.etp or layout.tp) != layout.tp):
+    if layer_sets.moe_layers(config) and (layout.ep > 1 or (layout.etp or layout.tp) != layout.tp):
         raise UsageError(
             "--cuda-graph-impl local of experts on other ranks: the host sends each of them as "
             "many tokens as the router says, and a graph has fixed shapes",
             hint="without --cuda-graph-impl, or with --ep 1 and --etp as --tp",
         )
-    if config.num_mtp_layers and settings.losses.mtp_loss_scaling_factor:
+    if config.mtp.num_mtp_layers and settings.losses.mtp_loss_scaling_factor:
         raise UsageError(
             "--cuda-graph-impl local of a model whose layers of multi-token prediction are "
             "trained: the sums of their losses are kept outside of the graph",

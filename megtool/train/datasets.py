@@ -64,13 +64,13 @@ def open_datasets(
         StorageError: the cache cannot be written.
     """
     config = source.config
-    if config.num_labels:
+    if config.head.num_labels:
         return _open_labeled(settings, source)
     seq_length = row_length(settings, config)
     open_texts = partial(
         open_dataset,
         cache=cache,
-        vocab_size=config.vocab_size,
+        vocab_size=config.embedding.vocab_size,
         encoding=Encoding(
             field=settings.field, split=settings.split, answers_only=not settings.all_turns
         ),
@@ -85,7 +85,10 @@ def open_datasets(
         overflow=settings.overflow,
         shares=settings.blend_shares,
         masking=Masking.of(
-            tokenizer, config.vocab_size, share=settings.rows.mask_prob, seed=settings.seed
+            tokenizer,
+            config.embedding.vocab_size,
+            share=settings.rows.mask_prob,
+            seed=settings.seed,
         )
         if config.bidirectional
         else None,
@@ -138,7 +141,7 @@ def _find_fill_in(
         )
     return FillInMiddle.of(
         tokenizer,
-        config.vocab_size,
+        config.embedding.vocab_size,
         FimTokens(
             prefix=settings.rows.fim_prefix_token,
             middle=settings.rows.fim_middle_token,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,13 +185,14 @@ def check_loaded(source: CheckpointSource, loaded: CheckpointSource, train_iters
         UsageError: all steps are done.
     """
     path = loaded.path
-    expected, actual = asdict(source.config), asdict(_require_model(loaded).config)
+    whole, part = source.config, _require_model(loaded).config
     for name in _SHAPE_KEYS:
-        is_unknown = name.endswith("ffn_hidden_size") and not (expected[name] and actual[name])
-        if expected[name] != actual[name] and not is_unknown:
+        expected, actual = whole.get(name), part.get(name)
+        is_unknown = name.endswith("ffn_hidden_size") and not (expected and actual)
+        if expected != actual and not is_unknown:
             raise TrainingError(
-                f"--load {path} has another model than SRC: its {name} is {actual[name]!r}, and "
-                f"SRC's is {expected[name]!r}",
+                f"--load {path} has another model than SRC: its {name} is {actual!r}, and "
+                f"SRC's is {expected!r}",
                 file=path,
                 hint="give the SRC that its run started from",
                 error_id="foreign-run",

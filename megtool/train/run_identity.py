@@ -119,7 +119,7 @@ class RunIdentity:
 
         `curve` has what changes the loss curve and is no option, such as the number of steps.
         """
-        model = {k: v for k, v in asdict(config).items() if k != "extra"}
+        model = {k: v for k, v in config.to_fields().items() if k != "extra"}
         training = feature_identity(settings) | {"optimizer": settings.optimizer.optimizer}
         options = {name: find_option(settings, name) for name in _CURVE_OPTIONS} | dict(curve)
         plain = json.loads(json.dumps([model, dict(data), training, options], default=str))

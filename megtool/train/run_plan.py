@@ -88,10 +88,10 @@ def row_length(settings: TrainConfig, config: ModelConfig) -> int:
     Raises:
         UsageError: more than the model has positions, unless these are relative.
     """
-    max_positions = config.max_positions
+    max_positions = config.positions.max_positions
     if settings.seq_length is None:
         return min(max_positions, _MOST_LENGTH)
-    if settings.seq_length > max_positions and config.position_embedding != "relative":
+    if settings.seq_length > max_positions and config.positions.position_embedding != "relative":
         raise UsageError(
             f"--seq-length {settings.seq_length} exceeds the model's {max_positions} positions",
             hint=f"at most {max_positions}",

@@ -18,6 +18,7 @@ from megtool.convert.layer_subset import (
 )
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import MappingError, UsageError
+from megtool.spec import layer_sets
 
 _HEADS = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 _SIZES = {"intermediate_size": 8, "vocab_size": 32, "rms_norm_eps": 1e-6}
@@ -58,12 +59,12 @@ def test_a_config_says_the_layers_that_were_chosen(name: str, layers: tuple[int,
     after = edited_config(before, known, old, new)
     found = known.read_config(after)
     assert found.num_layers == len(layers)
-    assert [i in found.moe_layers for i in range(len(layers))] == [
-        i in old.moe_layers for i in layers
+    assert [i in layer_sets.moe_layers(found) for i in range(len(layers))] == [
+        i in layer_sets.moe_layers(old) for i in layers
     ]
     assert window_flags(found) == tuple(window_flags(old)[i] for i in layers)
-    turns = old.no_rope_layers or (0,) * 6
-    assert (found.no_rope_layers or (0,) * len(layers)) == tuple(turns[i] for i in layers)
+    turns = old.positions.no_rope_layers or (0,) * 6
+    assert (found.positions.no_rope_layers or (0,) * len(layers)) == tuple(turns[i] for i in layers)
     by_layer = ("num_hidden_layers", "layer_types", "no_rope_layers")
     by_layer += ("mlp_only_layers", "decoder_sparse_step")
     assert {k: v for k, v in after.items() if k not in by_layer} == {
@@ -77,9 +78,12 @@ def test_args_say_them_too(name: str, layers: tuple[int, ...]) -> None:
     known = family(name)
     new = of_layers(known.read_config(stored(name)), layers)
     found = config_from_args(args_from_config(new))
-    assert (found.num_layers, found.moe_layers) == (new.num_layers, new.moe_layers)
+    assert (found.num_layers, layer_sets.moe_layers(found)) == (
+        new.num_layers,
+        layer_sets.moe_layers(new),
+    )
     assert window_flags(found) == window_flags(new)
-    assert any(found.no_rope_layers or ()) == any(new.no_rope_layers or ())
+    assert any(found.positions.no_rope_layers or ()) == any(new.positions.no_rope_layers or ())
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
@@ -133,6 +137,6 @@ def test_what_is_like_the_last_layer_stays_so() -> None:
         | {"q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
         | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
     )
-    assert of_layers(old, (0, 1, 5)).moe_layers == {2}
+    assert layer_sets.moe_layers(of_layers(old, (0, 1, 5))) == {2}
     with pytest.raises(MappingError, match="multi-token"):
         of_layers(old, (2, 0))

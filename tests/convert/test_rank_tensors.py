@@ -19,6 +19,7 @@ from megtool.convert.rank_tensors import LocalView, RankCoordinates, local_side,
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -53,7 +54,7 @@ def source_of(model: ModelConfig, *, stacked: bool) -> tuple[CanonicalView, Arra
         n: GlobalTensor(name=n, shape=s, dtype=dtype("float32"))
         for n, s in canonical_tensors(model).items()
     }
-    table = STACKED if stacked and model.is_homogeneous else PER_LAYER
+    table = STACKED if stacked and layer_sets.is_homogeneous(model) else PER_LAYER
     tensors = Binding(table, CanonicalModel(model)).write(canonical, pad_to=8).tensors
     arrays = {
         t.name: np.arange(1 + 1000 * k, 1 + 1000 * k + t.numel).reshape(t.shape)
@@ -102,7 +103,7 @@ def test_a_rank_holds_its_slices(name: str, data: Any, carry: Callable[..., Arra
     model = config(**MODELS[name])
     draw = data.draw
     sizes: dict[str, int] = {a: draw(st.sampled_from([1, 2, 4]), label=a) for a in ("tp", "pp")}
-    if model.num_experts:
+    if model.moe.num_experts:
         sizes |= {"ep": draw(st.sampled_from([1, 2, 4])), "etp": draw(st.sampled_from([1, 2]))}
     try:
         parallel = ParallelConfig(**sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +23,7 @@ from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.options.layout import ParallelConfig
 from megtool.source.open import open_source
-from megtool.spec.model_config import ModelConfig
+from megtool.spec import layer_sets
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
@@ -104,12 +104,12 @@ def test_any_size_and_layout_comes_back(
         }
     held = [GlobalTensor(name=n, shape=a.shape, dtype=dtype("bfloat16")) for n, a in arrays.items()]
     config = found.read_config(keys)
-    per_layer = per_layer or not config.is_homogeneous
+    per_layer = per_layer or not layer_sets.is_homogeneous(config)
     side = read_side(held, family=found, config=config)
     for unused, _ in side.dropped:
         arrays.pop(unused)
     assert side.config is not None
-    per_layer = per_layer or not side.config.is_homogeneous
+    per_layer = per_layer or not layer_sets.is_homogeneous(side.config)
     there = write_side(
         side, dialect="megatron", parallel=ParallelConfig(tp=tp), per_layer=per_layer
     )
@@ -129,17 +129,13 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     assert config is not None
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2)))
     for name in SHAPES:
-        assert getattr(said, name) == getattr(config, name), name
+        assert said.get(name) == config.get(name), name
     kind = family(case.family)
-    shares = config.shared_norm and "shared_norm" not in kind.traits
-    if (config.mlp_bias and not config.qkv_bias) or shares:
+    shares = config.norms.shared_norm and "shared_norm" not in kind.traits
+    if (config.mlp.mlp_bias and not config.attention.qkv_bias) or shares:
         return  # Megatron has no word for that, and a warning says so
     meg = open_source(tmp_path / "meg")
-    said_all = ModelConfig(
-        **{f.name: getattr(said, f.name) for f in fields(said) if f.name != "extra"},
-        extra=config.extra,
-    )
-    said_all, _ = kind.completed(said_all)
+    said_all, _ = kind.completed(said.with_fields(extra=config.extra))
     side = read_side(meg.catalogue.tensors, family=kind, config=said_all, dialect="megatron")
     assert side.canonical == meg.view.canonical
 
@@ -219,10 +215,10 @@ def test_windows_are_read_as_megatron_counts_them(
     """Older configurations, which have no `layer_types`, among them."""
     stored = SIZES | {"num_hidden_layers": 6} | keys
     config = family(name).read_config(stored)
-    assert (config.window_size, config.window_skip_freq) == want
+    assert (config.window.window_size, config.window.window_skip_freq) == want
     args = args_from_config(config)
     assert args["window_size"] == ((want[0] - 1, 0) if want[0] else None)
-    assert config_from_args(args).window_skip_freq == want[1]
+    assert config_from_args(args).window.window_skip_freq == want[1]
     written = family(name).write_config(config)
     assert {k: written[k] for k in keys} == keys
 
@@ -238,11 +234,11 @@ def test_windows_are_read_as_megatron_counts_them(
 )
 def test_layers_without_rotary_embedding(keys: dict[str, Any], want: Any) -> None:
     config = family("smollm3").read_config(SIZES | {"num_hidden_layers": 6} | keys)
-    assert config.no_rope_layers == want
-    assert config_from_args(args_from_config(config)).no_rope_layers == want
-    assert config_from_args(args_from_config(config) | {"no_rope_freq": 3}).no_rope_layers == (
-        (0, 0, 1, 0, 0, 1)
-    )
+    assert config.positions.no_rope_layers == want
+    assert config_from_args(args_from_config(config)).positions.no_rope_layers == want
+    assert config_from_args(
+        args_from_config(config) | {"no_rope_freq": 3}
+    ).positions.no_rope_layers == ((0, 0, 1, 0, 0, 1))
 
 
 FULL = {"layer_types": ["full_attention"] * 6}
@@ -264,12 +260,14 @@ def test_layers_without_a_window_have_no_rotary_embedding(
 ) -> None:
     """Also where Megatron's args alone say which."""
     config = family(name).read_config(SIZES | {"num_hidden_layers": 6} | keys)
-    assert config.no_rope_layers == want
+    assert config.positions.no_rope_layers == want
     said, _ = family(name).completed(config_from_args(args_from_config(config)))
-    assert said.no_rope_layers == want
-    assert family(name).read_config(family(name).write_config(said)).no_rope_layers == want
+    assert said.positions.no_rope_layers == want
+    assert (
+        family(name).read_config(family(name).write_config(said)).positions.no_rope_layers == want
+    )
     with raises(MappingError, "no_rope_layers", "without a window"):
-        family(name).write_config(replace(config, no_rope_layers=(0, 1, 0, 0, 0, 0)))
+        family(name).write_config(config.with_fields(no_rope_layers=(0, 1, 0, 0, 0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +282,7 @@ def test_factors_of_the_first_and_the_last_layer_stand_for_all(factors: Any, wid
     assert config.layer_sizes is not None
     assert config.layer_sizes["ffn_hidden_size"] == widths
     assert family("openelm").write_config(config)["ffn_multipliers"] == factors
-    written = family("openelm").write_config(replace(config, extra={}))
+    written = family("openelm").write_config(config.with_fields(extra={}))
     assert written["ffn_multipliers"] == [w / 32 for w in widths]
     assert family("openelm").read_config(written).layer_sizes == config.layer_sizes
 
@@ -295,7 +293,7 @@ def test_a_base_for_layers_with_a_window_is_written_for_old_and_new_readers() ->
         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
     }
     config = family("olmo3").read_config(SIZES | {"rope_parameters": kinds})
-    assert (config.rope_base, config.rope_local_base) == (5e5, 2e4)
+    assert (config.positions.rope_base, config.positions.rope_local_base) == (5e5, 2e4)
     written = family("olmo3").write_config(config)
     assert written["rope_parameters"] == kinds
     assert (written["rope_theta"], written["rope_scaling"]["factor"]) == (5e5, 2.0)
@@ -304,7 +302,7 @@ def test_a_base_for_layers_with_a_window_is_written_for_old_and_new_readers() ->
 def test_what_a_norm_of_queries_covers_is_checked() -> None:
     config = family("olmo2").read_config(SIZES)
     with raises(MappingError, "qk_norm_of is 'some'", "head, each, all"):
-        replace(config, qk_norm_of="some")
+        config.with_fields(qk_norm_of="some")
 
 
 def test_older_gemma3_keys() -> None:
@@ -314,7 +312,7 @@ def test_older_gemma3_keys() -> None:
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     }
     config = family("gemma3").read_config(old)
-    assert (config.rope_base, config.rope_local_base) == (1e6, 2e4)
+    assert (config.positions.rope_base, config.positions.rope_local_base) == (1e6, 2e4)
     written = family("gemma3").write_config(config)
     assert {k: written[k] for k in old} == old
     assert any("one rotary base" in text for text in megatron_limits(config))
@@ -381,7 +379,7 @@ def test_gguf_files_hold_the_same_tensors(arch: str, case: Case, tmp_path: Path)
     written = read_config(tmp_path / "out")
     found = family(case.family)
     want, got = found.read_config(read_config(tmp_path / "hf")), found.read_config(written)
-    assert all(getattr(got, name) == getattr(want, name) for name in SHAPES)
+    assert all(got.get(name) == want.get(name) for name in SHAPES)
 
 
 def test_gemma_files_are_refused_by_name() -> None:
@@ -471,16 +469,16 @@ def test_heads_of_mixers_may_be_said_to_share_out_the_channels() -> None:
     stored = SIZES | {"mamba_n_heads": 8, "mamba_d_head": "auto", "attn_layer_indices": [1]}
     config = family("bamba").read_config(stored)
     assert config.layer_kinds == ("M", "-", "*", "-")
-    assert (config.mamba_num_heads, config.mamba_head_dim) == (8, 8)
+    assert (config.mamba.mamba_num_heads, config.mamba.mamba_head_dim) == (8, 8)
     written = family("bamba").write_config(config)
     assert {k: written[k] for k in stored} == stored
-    written = family("bamba").write_config(replace(config, extra={}))
+    written = family("bamba").write_config(config.with_fields(extra={}))
     assert written["attn_layer_indices"] == [1]
     assert (written["mamba_d_head"], written["mamba_expand"]) == (8, 2)
     with raises(MappingError, "8 heads of 9", "hidden size 32", "mamba_expand"):
-        family("bamba").write_config(replace(config, mamba_head_dim=9))
+        family("bamba").write_config(config.with_fields(mamba_head_dim=9))
     with raises(MappingError, "'MM--' are not a mixer and an MLP by turns"):
-        family("bamba").write_config(replace(config, layer_kinds=tuple("MM--")))
+        family("bamba").write_config(config.with_fields(layer_kinds=tuple("MM--")))
 
 
 def test_multipliers_are_read_and_written() -> None:
@@ -496,16 +494,16 @@ def test_multipliers_are_read_and_written() -> None:
     )
     config = family("falcon_h1").read_config(stored)
     assert config.layer_kinds == ("M*-", "M*-")
-    assert config.mamba_in_scales == (1.0, 0.5, 0.5, 0.5, 2.0)
-    assert (config.mlp_gate_scale, config.mlp_out_scale) == (0.25, 3.0)
-    assert config.softmax_scale == pytest.approx(2 * config.head_dim**-0.5)
+    assert config.mamba.mamba_in_scales == (1.0, 0.5, 0.5, 0.5, 2.0)
+    assert (config.mlp.mlp_gate_scale, config.mlp.mlp_out_scale) == (0.25, 3.0)
+    assert config.attention.softmax_scale == pytest.approx(2 * config.attention.head_dim**-0.5)
     written = family("falcon_h1").write_config(config)
     assert {k: written[k] for k in stored} == stored
-    written = family("falcon_h1").write_config(replace(config, extra={}, softmax_scale=None))
+    written = family("falcon_h1").write_config(config.with_fields(extra={}, softmax_scale=None))
     assert written["ssm_multipliers"] == [1.0, 0.5, 0.5, 0.5, 2.0]
     assert (written["mlp_multipliers"], written["mamba_d_ssm"]) == ([0.25, 3.0], 64)
     with raises(MappingError, "a layer is of the kind 'M-'", "'M*-'"):
-        family("falcon_h1").write_config(replace(config, layer_kinds=("M*-", "M-")))
+        family("falcon_h1").write_config(config.with_fields(layer_kinds=("M*-", "M-")))
 
 
 @pytest.mark.parametrize("name", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
@@ -518,13 +516,13 @@ def test_limits_of_mamba_steps(name: str) -> None:
     for most, want in [(x, x) for x in infinities] + [(0.5, 0.5)]:
         stored = tiny | {"time_step_limit": [0.25, most]}
         config = family(name).read_config(stored)
-        assert config.mamba_step_limit == (0.25, 0.5 if want == 0.5 else float("inf"))
+        assert config.mamba.mamba_step_limit == (0.25, 0.5 if want == 0.5 else float("inf"))
         assert family(name).write_config(config)["time_step_limit"] == [0.25, most]
-        written = family(name).write_config(replace(config, extra={}))["time_step_limit"]
+        written = family(name).write_config(config.with_fields(extra={}))["time_step_limit"]
         assert written == [0.25, 0.5 if want == 0.5 else infinities[1]]
     for none in ([0.0, float("inf")], None):
         config = family(name).read_config(tiny | {"time_step_limit": none})
-        assert config.mamba_step_limit is None
+        assert config.mamba.mamba_step_limit is None
     with raises(MappingError, "time_step_limit is"):
         family(name).read_config(tiny | {"time_step_limit": [1]})
 
@@ -542,11 +540,10 @@ def test_one_group_of_mixers_is_not_split(tmp_path: Path) -> None:
 def test_a_family_says_what_it_cannot_write() -> None:
     neox = family("gpt_neox")
     config = neox.read_config({k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
     with raises(MappingError, "head_dim", "16"):
-        neox.write_config(ModelConfig(**(values | {"head_dim": 16})))
+        neox.write_config(config.with_fields(head_dim=16))
     with pytest.raises(MappingError, match="activation is 'silu'"):
-        neox.write_config(ModelConfig(**(values | {"activation": "silu"})))
+        neox.write_config(config.with_fields(activation="silu"))
     assert any("parallel" in text for text in megatron_limits(config, neox))
 
 

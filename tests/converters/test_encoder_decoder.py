@@ -116,7 +116,7 @@ def test_an_output_layer_that_repeats_the_embedding_is_tied(name: str, tmp_path:
         save_file(tensors, file, metadata={"format": "pt"})
         config = open_source(folder).view.config
         assert config is not None
-        assert config.tied_embeddings is is_copy
+        assert config.embedding.tied_embeddings is is_copy
         report = reshard(folder, tmp_path / f"{is_copy}", to="torch_dist", fsync=False)
         assert not [d for d in report.dropped if d.is_lost]
         reshard(tmp_path / f"{is_copy}", tmp_path / f"{is_copy}-hf", to="hf", fsync=False)
@@ -147,14 +147,14 @@ def test_published_files_of_mt5_have_few_keys() -> None:
             "vocab_size": 250112,
         }
     )
-    assert (config.activation, config.gated) == ("gelu_new", True)
-    assert config.logit_scale == 1.0
-    assert not config.tied_embeddings
+    assert (config.mlp.activation, config.mlp.gated) == ("gelu_new", True)
+    assert config.head.logit_scale == 1.0
+    assert not config.embedding.tied_embeddings
     assert config == family("mt5").read_config({"tie_word_embeddings": False})
     of_umt5 = family("umt5").read_config({})
-    assert of_umt5.relative_per_layer
-    assert of_umt5.logit_scale == 512**-0.5
-    assert family("umt5").read_config({"tie_word_embeddings": False}).logit_scale == 1.0
+    assert of_umt5.positions.relative_per_layer
+    assert of_umt5.head.logit_scale == 512**-0.5
+    assert family("umt5").read_config({"tie_word_embeddings": False}).head.logit_scale == 1.0
     assert "one table of relative positions" in " ".join(megatron_limits(of_umt5, family("umt5")))
 
 
@@ -197,7 +197,7 @@ def test_a_bias_of_megatrons_logits_is_kept_but_for_hugging_face(flan: Path) -> 
     both = [*there, bias, replace(bias, name="lm_head.output_layer.bias")]
     side = read_side(both, family=family("t5"), config=config)
     assert side.config is not None
-    assert side.config.head_bias
+    assert side.config.head.head_bias
     assert side.canonical["head.bias"].shape == (101,)
     again = write_side(side, dialect="megatron", per_layer=True).tensors
     assert "output_layer.bias" in {t.name for t in again}
@@ -216,7 +216,7 @@ def test_a_bias_of_megatrons_logits_is_kept_but_for_hugging_face(flan: Path) -> 
 )
 def test_one_key_names_the_activation_and_the_gate(said: str, gated: bool, activation: str) -> None:
     config = family("t5").read_config(SIZES | {"feed_forward_proj": said})
-    assert (config.gated, config.activation) == (gated, activation)
+    assert (config.mlp.gated, config.mlp.activation) == (gated, activation)
     assert family("t5").write_config(config)["feed_forward_proj"] == said
 
 

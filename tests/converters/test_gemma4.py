@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +77,19 @@ def test_layers_that_read_more_than_the_residual_stay_together(tmp_path: Path) -
     with raises(MappingError, "one embedding of all layers"):
         reshard(tmp_path / "hf", tmp_path / "some", to="hf", layers="0-1", fsync=False)
     config = family("gemma4").read_config(read_config(tmp_path / "hf"))
-    plain = replace(config, layer_input_size=0)
+    plain = config.with_fields(layer_input_size=0)
     with raises(MappingError, "layer 2 attends to keys and values of an earlier"):
         of_layers(plain, (1, 2))
-    assert of_layers(plain, (0, 1)).shared_kv is None
+    assert of_layers(plain, (0, 1)).attention.shared_kv is None
     pipeline = Stage(layers=(2, 3), embedding=False)
     with raises(LayoutError, "layer 2 attends to keys and values of layer 0"):
         Decoder(plain, stage=pipeline)
     with raises(LayoutError, "an embedding on the first stage"):
-        Decoder(replace(config, shared_kv=None), stage=pipeline)
+        Decoder(config.with_fields(shared_kv=None), stage=pipeline)
     with raises(MappingError, "shared_kv"):
-        replace(config, shared_kv=(1, 0, 0, 0))
+        config.with_fields(shared_kv=(1, 0, 0, 0))
     with raises(MappingError, "in this family the last layers share"):
-        family("gemma4").write_config(replace(config, shared_kv=(0, 1, 0, 1)))
+        family("gemma4").write_config(config.with_fields(shared_kv=(0, 1, 0, 1)))
 
 
 def test_heads_of_layers_without_a_window() -> None:
@@ -98,19 +97,19 @@ def test_heads_of_layers_without_a_window() -> None:
     found = family("gemma4")
     config = found.read_config(GEMMA4_STORED)
     assert config.layer_sizes == {"head_dim": (8, 16, 8, 16), "num_kv_heads": (2, 1, 2, 1)}
-    assert config.tied_values == (0, 1, 0, 1)
+    assert config.attention.tied_values == (0, 1, 0, 1)
     listed = {"per_layer_config": {n: {"head_dim": 16, "num_key_value_heads": 1} for n in "13"}}
     plain = {k: v for k, v in GEMMA4_STORED.items() if "global" not in k}
     assert found.read_config(plain | listed).layer_sizes == config.layer_sizes
     said = config_from_args(args_from_config(config))
     assert said.layer_sizes == config.layer_sizes
-    assert said.tied_values == config.tied_values
-    written = found.write_config(replace(config, extra={}))
+    assert said.attention.tied_values == config.attention.tied_values
+    written = found.write_config(config.with_fields(extra={}))
     assert written["per_layer_config"] == listed["per_layer_config"]
     assert found.read_config(written).layer_sizes == config.layer_sizes
     with raises(MappingError, "which layers have heads of which size"):
-        found.write_config(replace(config, layer_sizes=None))
+        found.write_config(config.with_fields(layer_sizes=None))
     with raises(MappingError, "values are keys in every layer without a window"):
-        found.write_config(replace(config, tied_values=(1, 1, 1, 1)))
+        found.write_config(config.with_fields(tied_values=(1, 1, 1, 1)))
     uneven = {"head_dim": (8, 16, 8, 8), "num_kv_heads": (2, 1, 2, 1)}
-    assert "global_head_dim" not in args_from_config(replace(config, layer_sizes=uneven))
+    assert "global_head_dim" not in args_from_config(config.with_fields(layer_sizes=uneven))

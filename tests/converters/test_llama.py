@@ -92,10 +92,10 @@ def check_megatron(
     made: dict[str, np.ndarray], hf: dict[str, np.ndarray], config: Any, per_layer: bool
 ) -> None:
     """The Megatron tensors are what their definition says, by plain numpy."""
-    d, groups = config.head_dim, config.num_kv_heads
+    d, groups = config.attention.head_dim, config.attention.num_kv_heads
     for layer in range(config.num_layers):
         q, k, v = (hf[f"model.layers.{layer}.self_attn.{x}_proj.weight"] for x in "qkv")
-        per = config.num_heads // groups
+        per = config.attention.num_heads // groups
         fused = np.concatenate(
             [
                 part
@@ -118,7 +118,7 @@ def check_megatron(
     assert padded.shape == (256, 48)
     assert (padded[:101] == hf["model.embed_tokens.weight"]).all()
     assert (padded[101:] == 0).all()
-    assert ("output_layer.weight" in made) == (not config.tied_embeddings)
+    assert ("output_layer.weight" in made) == (not config.embedding.tied_embeddings)
 
 
 @pytest.mark.parametrize("found", families(), ids=lambda f: f.name)
@@ -143,7 +143,7 @@ def test_config_round_trip_is_understood_by_transformers(changes: dict[str, Any]
     }
     original = LlamaConfig(**{**TINY, **changes}, rope_parameters=scaling)
     config = LLAMA.read_config(original.to_dict())
-    assert config.rope_base == 500000.0
+    assert config.positions.rope_base == 500000.0
     written = LLAMA.write_config(config)
     assert written["rope_theta"] == 500000.0
     assert LlamaConfig(**written).to_dict() == original.to_dict()
@@ -154,8 +154,12 @@ def test_older_config_keys_and_defaults() -> None:
     old = {**TINY, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     old.pop("num_key_value_heads")
     config = LLAMA.read_config({**old, "head_dim": None, "model_type": "mistral", "x": 1})
-    assert (config.num_kv_heads, config.head_dim, config.rope_base) == (6, 8, 5e5)
-    assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    assert (
+        config.attention.num_kv_heads,
+        config.attention.head_dim,
+        config.positions.rope_base,
+    ) == (6, 8, 5e5)
+    assert config.positions.rope_scaling == {"rope_type": "linear", "factor": 2.0}
     assert config.extra == {"model_type": "mistral", "x": 1}
     written = LLAMA.write_config(config, dtype="bfloat16")
     assert (written["model_type"], written["x"]) == ("mistral", 1)
@@ -234,9 +238,17 @@ def test_gguf_rows_agree_with_transformers(carry: Callable[..., dict[str, np.nda
         for t in reader.tensors
     ]
     config = config_from_gguf(metadata, detect_family(metadata), stored)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
-    assert (config.vocab_size, config.norm_eps, config.rope_base) == (49152, 1e-5, 100000.0)
-    assert config.tied_embeddings
+    assert (config.num_layers, config.attention.num_heads, config.attention.num_kv_heads) == (
+        30,
+        9,
+        3,
+    )
+    assert (config.embedding.vocab_size, config.norms.norm_eps, config.positions.rope_base) == (
+        49152,
+        1e-5,
+        100000.0,
+    )
+    assert config.embedding.tied_embeddings
     side = read_side(stored, family=LLAMA, config=config)
     target = write_side(side, dialect="hf")
 

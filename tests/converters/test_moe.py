@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.options.layout import ParallelConfig
 from megtool.source.open import open_source
-from megtool.spec.model_config import ModelConfig
+from megtool.spec.model_config import CONFIG_FIELDS
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
 from tests.support.folders import read_config
@@ -102,17 +101,15 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     assert config is not None
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2, ep=2)))
     said, _ = family(case[0]).completed(said)
-    differ = {
-        f.name for f in fields(ModelConfig) if getattr(said, f.name) != getattr(config, f.name)
-    }
+    differ = {name for name in CONFIG_FIELDS if said.get(name) != config.get(name)}
     # A bias of the router or the head is told by its tensor; what only generation needs, by no arg.
     told = {"attn_out_bias"} if megatron_limits(config) else set()
     unsaid = {"router_group_best", "attn_chunk_size"}
     unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
     unsaid |= {"embedding_scale", "residual_scale", "softmax_scale", "logit_scale"}
-    if config.attn_temperature_rotated and config.attn_temperature_scale:
+    if config.attention.attn_temperature_rotated and config.attention.attn_temperature_scale:
         unsaid.add("rope_scaling")  # which has that scale among its keys
-    if (config.rope_scaling or {}).get("rope_type") == "longrope":
+    if (config.positions.rope_scaling or {}).get("rope_type") == "longrope":
         unsaid.add("rope_scaling")
     if config.layer_sizes:
         unsaid |= {"rope_scaling", "rope_local_base", "logit_softcap"}
@@ -133,7 +130,11 @@ def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None
     renamed = {"decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step"}
     assert {k: read[k] for k in original if k not in renamed} == {
         k: v for k, v in original.items() if k not in renamed
-    } | ({"head_dim": config.head_dim} if "head_dim" in original and case[0] == "mixtral" else {})
+    } | (
+        {"head_dim": config.attention.head_dim}
+        if "head_dim" in original and case[0] == "mixtral"
+        else {}
+    )
     assert found.read_config(written) == config
 
 
@@ -253,7 +254,7 @@ def test_published_families_with_multi_token_prediction(
     if name == "mimo":
         proj = np.concatenate(np.split(proj, 2, axis=1)[::-1], axis=1)
     assert opened.view.config is not None
-    last = opened.view.config.num_mtp_layers - 1
+    last = opened.view.config.mtp.num_mtp_layers - 1
     assert (megatron[f"mtp.layers.{last}.eh_proj.weight"] == proj).all()
 
 
@@ -463,9 +464,9 @@ def test_packed_experts_are_rows(carry: Callable[..., dict[str, np.ndarray]]) ->
 )
 def test_which_layers_are_mixtures(name: str, keys: dict[str, Any], want: Any) -> None:
     config = family(name).read_config(SIZES | FIRST[name][2] | keys)
-    assert config.moe_layer_freq == want
+    assert config.moe.moe_layer_freq == want
     written = family(name).write_config(config)
-    assert family(name).read_config(written).moe_layer_freq == want
+    assert family(name).read_config(written).moe.moe_layer_freq == want
 
 
 @pytest.mark.parametrize(
@@ -513,13 +514,10 @@ def test_wrong_configurations_are_named(name: str, keys: dict[str, Any], said: s
 
 def test_what_a_family_cannot_say_is_refused() -> None:
     v3 = family("deepseek_v3").read_config(SIZES | DEEPSEEK)
-    changed = {f.name: getattr(v3, f.name) for f in fields(v3)}
     with raises(MappingError, "moe_ffn_hidden_size 24"):
-        family("deepseek_v3").write_config(ModelConfig(**changed | {"shared_ffn_hidden_size": 25}))
+        family("deepseek_v3").write_config(v3.with_fields(shared_ffn_hidden_size=25))
     with pytest.raises(MappingError, match="moe_layer_freq"):
-        family("deepseek_v3").write_config(
-            ModelConfig(**changed | {"moe_layer_freq": (1, 0, 1, 0)})
-        )
+        family("deepseek_v3").write_config(v3.with_fields(moe_layer_freq=(1, 0, 1, 0)))
 
 
 def test_yarn_reaches_megatrons_args() -> None:

@@ -37,7 +37,7 @@ def _no_gpu() -> Iterator[None]:
 
 
 def forward_of(name: str) -> Forward:
-    return Forward(make_decoder(ModelConfig(**SIZES | CASES[name][0])))
+    return Forward(make_decoder(ModelConfig.from_fields(**SIZES | CASES[name][0])))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,5 +91,5 @@ def test_tokens_that_change_ranks_are_not_recorded() -> None:
     pair = Group(ranks=(0, 1), rank=0)
     alone = ProcessGroups.alone()
     groups = ProcessGroups(parallel=alone.parallel, ep=pair, world=pair)
-    config = ModelConfig(**SIZES | EXPERTS)
+    config = ModelConfig.from_fields(**SIZES | EXPERTS)
     assert not Forward(make_decoder(config, groups=groups)).is_graphable

@@ -17,7 +17,7 @@ from megtool.spec.model_config import ModelConfig
 
 
 def config(**more: Any) -> ModelConfig:
-    return ModelConfig(
+    return ModelConfig.from_fields(
         num_layers=4,
         hidden_size=8,
         ffn_hidden_size=8,

@@ -25,9 +25,9 @@ def matrices(name: str, tensor: Tensor) -> list[Tensor]:
     if not name.endswith(QKV):
         return [tensor]
     config = MODELS["experts"]
-    d, each = config.head_dim, config.num_heads // config.num_kv_heads
+    d, each = config.attention.head_dim, config.attention.num_heads // config.attention.num_kv_heads
     rows: tuple[list[int], list[int], list[int]] = ([], [], [])
-    for group in range(config.num_kv_heads):
+    for group in range(config.attention.num_kv_heads):
         first = group * (each + 2) * d
         rows[0].extend(range(first, first + each * d))
         rows[1].extend(range(first + each * d, first + (each + 1) * d))

@@ -37,7 +37,7 @@ def comes_late(bucket: ParamAndGradBucket, tag: int) -> Pending:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_parameter_is_read_before_it_came(kind) -> None:
-    decoder = Decoder(ModelConfig(**KINDS[kind]), device="cpu", vocab_multiple=64)
+    decoder = Decoder(ModelConfig.from_fields(**KINDS[kind]), device="cpu", vocab_multiple=64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in decoder.named_parameters():

@@ -46,7 +46,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 )
 def test_what_is_impossible_is_named(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(MappingError, match=said):
-        ModelConfig(**SIZES, **fields)
+        ModelConfig.from_fields(**SIZES, **fields)
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_what_is_impossible_is_named(fields: dict[str, Any], said: str) -> None:
     ],
 )
 def test_what_is_possible_passes(fields: dict[str, Any]) -> None:
-    assert ModelConfig(**SIZES, **fields).num_layers == 3
+    assert ModelConfig.from_fields(**SIZES, **fields).num_layers == 3

@@ -27,6 +27,7 @@ from megtool.options.layout import ParallelConfig
 from megtool.pickles.small_files import recode_pickle_file
 from megtool.pickles.writer import encode
 from megtool.source.open import open_source
+from megtool.spec import layer_sets
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
 
@@ -83,17 +84,17 @@ def objects_of(model: Any, parallel: ParallelConfig, *, replicas: int = 1) -> di
     """Extra states of every layer and expert, random state and rerun state of every rank."""
     out: dict[str, bytes] = {}
     for layer in range(LAYERS):
-        is_moe = layer in model.moe_layers if model.num_experts else False
+        is_moe = layer in layer_sets.moe_layers(model) if model.moe.num_experts else False
         at, place = f"decoder.layers.{layer}.", "0_1"
-        if model.is_homogeneous:
+        if layer_sets.is_homogeneous(model):
             at, place = "decoder.layers.", f"{layer}_{LAYERS}"
         out[f"{at}self_attention.linear_qkv._extra_state/shard_{place}"] = item(fp8(layer))
         empty = torch.empty(0, dtype=torch.uint8)
         out[f"{at}self_attention.linear_proj._extra_state/shard_{place}"] = item(empty)
         if not is_moe:
             out[f"{at}mlp.linear_fc1._extra_state/shard_{place}"] = item(fp8(100 + layer))
-        for e in range(model.num_experts if is_moe else 0):
-            place = f"{layer}.{e}_{LAYERS}.4" if model.is_homogeneous else f"{e}_4"
+        for e in range(model.moe.num_experts if is_moe else 0):
+            place = f"{layer}.{e}_{LAYERS}.4" if layer_sets.is_homogeneous(model) else f"{e}_4"
             name = f"{at}mlp.experts.experts.linear_fc1._extra_state/shard_{place}"
             out[name] = item(fp8(1000 + 10 * layer + e))
     out["decoder.final_layernorm._extra_state/shard_0_1"] = item(fp8(5))
@@ -406,7 +407,7 @@ def test_small_state_and_files_travel(tmp_path: Path, materialize: Any) -> None:
     assert found["iteration"] == 7
     args = Namespace(**found["args"])
     assert (args.ckpt_format, args.dist_ckpt_optim_fully_reshardable) == ("torch_dist", True)
-    assert args.padded_vocab_size == -(-model.vocab_size // 8) * 8
+    assert args.padded_vocab_size == -(-model.embedding.vocab_size // 8) * 8
     assert "common state: opt_param_scheduler" in report.moved["objects"]
     weights = reshard(tmp_path / "a", tmp_path / "d", optimizer_format="none", tp=2, fsync=False)
     assert {n: (tmp_path / "d/iter_0000007" / n).read_bytes() for n in BESIDE} == BESIDE

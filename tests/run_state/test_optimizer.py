@@ -83,7 +83,7 @@ def test_training_state_returns_as_it_was(
     args = {"overlap_grad_reduce": overlaps, "ddp_bucket_size": 1000}
     write(folder / "0", model, ParallelConfig(), materialize, args=args)
     for number, hop in enumerate(path):
-        if not model.num_experts and "ep" in hop:
+        if not model.moe.num_experts and "ep" in hop:
             hop = {**hop, "ep": 1}
         reshard(folder / str(number), folder / str(number + 1), fsync=False, strict=True, **hop)
         report = verify(folder / "0", folder / str(number + 1))

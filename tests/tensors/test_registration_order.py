@@ -16,6 +16,7 @@ from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from megtool.tensors.registration_order import ORDERS, Order, likely_orders, registered
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config
@@ -30,7 +31,7 @@ def keys_of(name: str) -> list[tuple[str, int]]:
         n: GlobalTensor(name=n, shape=s, dtype=dtype("bfloat16"))
         for n, s in canonical_tensors(model).items()
     }
-    table = STACKED if model.is_homogeneous else PER_LAYER
+    table = STACKED if layer_sets.is_homogeneous(model) else PER_LAYER
     stored = Binding(table, CanonicalModel(model)).write(canonical).tensors
     (found,) = rank_parameters(stored, model, ParallelConfig()).values()
     return [(p.module_key, p.expert) for p in found]

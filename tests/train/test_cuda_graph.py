@@ -333,7 +333,7 @@ def test_models_with_experts_and_cpus_are_refused(model: Path) -> None:
     asked = build_options(TrainConfig, {"cuda_graph_impl": "local", "device": "cpu"})
     with pytest.raises(UsageError, match="on cpu: it needs a CUDA device"):
         check_graphs(asked, config)
-    experts = replace(config, num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
+    experts = config.with_fields(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
     apart = build_options(TrainConfig, {"cuda_graph_impl": "local", "device": "cpu", "ep": 2})
     with pytest.raises(UsageError, match="experts on other ranks"):
         check_graphs(apart, experts)

@@ -205,7 +205,7 @@ def test_a_run_of_a_family_is_that_of_transformers_and_adamw(case: Case, tmp_pat
     positions = torch.arange(LENGTH)[None]
     if mine.stages[0].config.bidirectional:
         data = MaskedNumbers()
-        positions = positions + mine.stages[0].config.position_offset
+        positions = positions + mine.stages[0].config.positions.position_offset
     found = losses(replace(mine, dataset=data))
     # Norms of heads, each for itself, are the rows of one matrix, as in Command R+.
     split = {n: p.dim() > 1 or ".norms." in n for n, p in theirs.named_parameters()}

@@ -64,7 +64,7 @@ def calibrate(options: Options, phase: Phases) -> Options:
             raise SystemExit("no model")
         source = decided.source
         points = list_activation_sites(decided.modules.modules, config)
-    batches = [Batch(tokens_BS=t) for t in rows_of_tokens(options, config.vocab_size)]
+    batches = [Batch(tokens_BS=t) for t in rows_of_tokens(options, config.embedding.vocab_size)]
     with phase("calibrate"):
         found = calibrate(
             source,

@@ -83,7 +83,7 @@ def by_modelopt(model: Path, rows_NS: Tensor) -> Measured:
 
     llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     config = open_decoder(model).config
-    num_heads, num_groups = config.num_heads, config.num_kv_heads
+    num_heads, num_groups = config.attention.num_heads, config.attention.num_kv_heads
     block = SimpleNamespace(attention=SimpleNamespace(num_key_value_heads=num_groups))
     options = {"validation_full_iters": len(rows_NS), "model": llama, "block_config": block}
     found: dict[str, dict[int, Tensor]] = {}

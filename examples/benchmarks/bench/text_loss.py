@@ -24,7 +24,7 @@ def losses_of(folder: str | Path, texts: Sequence[Path], tokens: int) -> list[to
     source = open_decoder(folder)
     tokenizer = source.tokenizer(None)
     documents = [read_token_documents(t, tokenizer, max_tokens=tokens) for t in texts]
-    window = min(WINDOW, source.config.max_positions)
+    window = min(WINDOW, source.config.positions.max_positions)
     options = RuntimeOptions(dtype="float32")
     with on_ranks(options, alone=True) as groups, torch.inference_mode():
         forward = load_forward(source, options, groups, silent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 
 from megtool.commands.reports.verify import Difference
@@ -14,7 +13,7 @@ from megtool.lint.consistency import check_consistency
 from megtool.lint.folder_view import open_folder
 from megtool.reshard.foreign_objects import find_foreign_objects
 from megtool.source.checkpoint import CheckpointSource
-from megtool.spec.model_config import ModelConfig
+from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 from megtool.storage.files import read_file
 
 
@@ -64,9 +63,9 @@ def check_configs(a: CheckpointSource, b: CheckpointSource) -> Iterator[Differen
     if config_a is None or config_b is None:
         return
     is_complete = all(_config_file(o) is not None for o in (a, b))
-    names = [f.name for f in fields(ModelConfig)] if is_complete else _IN_ARGS
+    names = tuple(CONFIG_FIELDS) if is_complete else _IN_ARGS
     for name in names:
-        value_a, value_b = getattr(config_a, name), getattr(config_b, name)
+        value_a, value_b = config_a.get(name), config_b.get(name)
         if value_a == value_b or name in _UNCOMPARED:
             continue
         text = f"{name} is {_plain(value_a)} in {a.path}, and {_plain(value_b)} in {b.path}"

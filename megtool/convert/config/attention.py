@@ -46,7 +46,7 @@ class MptAttention(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The keys, with those that were kept."""
-        nested, value = dict(config.extra.get(_MPT) or {}), config.alibi_bias_max
+        nested, value = dict(config.extra.get(_MPT) or {}), config.positions.alibi_bias_max
         if nested.get("alibi_bias_max", 8) != value or not nested:
             more = {"alibi": True, "alibi_bias_max": int(value) if value == int(value) else value}
             into[_MPT] = nested | more
@@ -66,13 +66,16 @@ class MultiQuery(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The flag, and the number that newer releases of transformers add."""
-        if config.num_kv_heads not in (1, config.num_heads):
+        if config.attention.num_kv_heads not in (1, config.attention.num_heads):
             raise MappingError(
-                f"num_kv_heads is {config.num_kv_heads}",
+                f"num_kv_heads is {config.attention.num_kv_heads}",
                 hint="in this family it is 1, or num_heads",
                 error_id="unsupported-model",
             )
-        into |= {self.key: config.num_kv_heads == 1, "num_key_value_heads": config.num_kv_heads}
+        into |= {
+            self.key: config.attention.num_kv_heads == 1,
+            "num_key_value_heads": config.attention.num_kv_heads,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,9 @@ class LocalLayers(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The lists, unless those that were kept say the same."""
         flags = (0,) * config.num_layers
-        if config.window_size:
-            into["window_size"] = config.window_size
-            flags = skip_flags(config.window_skip_freq, config.num_layers)
+        if config.window.window_size:
+            into["window_size"] = config.window.window_size
+            flags = skip_flags(config.window.window_skip_freq, config.num_layers)
         kinds = [_KINDS[flag] for flag in flags]
         extra = config.extra
         is_kept = extra.get(_TYPES) and extra.get(_LAYERS, kinds) == kinds
@@ -170,10 +173,12 @@ class LayerRopeBases(Setting):
         """The list, unless it was kept."""
         if self.key in config.extra:
             return
-        flags = _windows(config.window_size, config.window_skip_freq, config.num_layers)
-        still = config.no_rope_layers or (0,) * config.num_layers
-        of_windows = config.rope_local_base or config.rope_base
-        bases = [of_windows if flag else config.rope_base for flag in flags]
+        flags = _windows(
+            config.window.window_size, config.window.window_skip_freq, config.num_layers
+        )
+        still = config.positions.no_rope_layers or (0,) * config.num_layers
+        of_windows = config.positions.rope_local_base or config.positions.rope_base
+        bases = [of_windows if flag else config.positions.rope_base for flag in flags]
         into[self.key] = [0 if s else base for s, base in zip(still, bases, strict=True)]
 
 

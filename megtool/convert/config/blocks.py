@@ -15,7 +15,8 @@ from typing import Any
 from megtool.convert.config.hybrid import kinds_of
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.errors import MappingError, listed
-from megtool.spec.layer_sets import ATTENTION, MLP
+from megtool.spec import layer_sets
+from megtool.spec.layer_symbols import ATTENTION, MLP
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 
 BLOCKS, _PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
@@ -44,7 +45,7 @@ class BlockConfigs(Setting):
         """The list, unless what was kept says the same."""
         known = config.extra.get(self.key)
         if known is not None and _read_blocks(
-            known, config.num_layers, config.num_heads, config.hidden_size
+            known, config.num_layers, config.attention.num_heads, config.hidden_size
         ) == _said(config):
             return
         into[self.key] = _blocks(config, by_factor=True)
@@ -73,13 +74,13 @@ def block_args(config: ModelConfig, known: Mapping[str, Any]) -> dict[str, Any]:
         return out
     # Megatron-LM compares these keys of a config.json with its own args.
     encoded = {
-        "hidden_act": config.activation,
+        "hidden_act": config.mlp.activation,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "tie_word_embeddings": config.tied_embeddings,
-        "rope_theta": config.rope_base,
-        "rope_scaling": dict(config.rope_scaling or {}) or None,
+        "num_attention_heads": config.attention.num_heads,
+        "tie_word_embeddings": config.embedding.tied_embeddings,
+        "rope_theta": config.positions.rope_base,
+        "rope_scaling": dict(config.positions.rope_scaling or {}) or None,
         _LIST: _blocks(config, by_factor=False),
     }
     # A path that is not None makes Megatron read the list, which is then in the other arg.
@@ -95,13 +96,15 @@ def block_limits(config: ModelConfig) -> list[str]:
     if config.layer_kinds is None or config.layer_sizes is None:
         return []
     out = []
-    groups = sorted({config.at_layer(n).num_kv_heads for n in config.attn_layers})
+    groups = sorted(
+        {config.at_layer(n).attention.num_kv_heads for n in layer_sets.attn_layers(config)}
+    )
     if len(groups) > 1:
         out.append(
             f"layers have {listed([str(n) for n in groups])} query groups: Megatron-LM's training "
             "script loads such a heterogeneous model only with as many in every layer"
         )
-    if (config.rope_scaling or {}).get("rope_type") != "llama3":
+    if (config.positions.rope_scaling or {}).get("rope_type") != "llama3":
         out.append(
             "Megatron-LM's training script takes heterogeneous models only with Llama 3's rotary "
             "scaling, which this model has not"
@@ -114,8 +117,8 @@ def _said(config: ModelConfig) -> dict[str, Any]:
     return {
         "layer_kinds": config.layer_kinds,
         "layer_sizes": config.layer_sizes,
-        "num_kv_heads": config.num_kv_heads,
-        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_kv_heads": config.attention.num_kv_heads,
+        "ffn_hidden_size": config.mlp.ffn_hidden_size,
     }
 
 
@@ -225,9 +228,12 @@ def _blocks(config: ModelConfig, *, by_factor: bool) -> list[dict[str, Any]]:
         attention: dict[str, Any] = {"no_op": True, "n_heads_in_group": None}
         ffn: dict[str, Any] = {"no_op": True, "ffn_mult": None}
         if ATTENTION in kind:
-            attention = {"no_op": False, "n_heads_in_group": of.num_heads // of.num_kv_heads}
+            attention = {
+                "no_op": False,
+                "n_heads_in_group": of.attention.num_heads // of.attention.num_kv_heads,
+            }
         if MLP in kind:
-            width = of.ffn_hidden_size
+            width = of.mlp.ffn_hidden_size
             factor = 1.5 * width / of.hidden_size
             if by_factor and _rounded(factor, of.hidden_size) != width:
                 raise MappingError(

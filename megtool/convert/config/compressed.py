@@ -13,8 +13,8 @@ from typing import Any
 
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.errors import MappingError
-from megtool.spec.checks import OVERLAP_RATIO
 from megtool.spec.model_config import ModelConfig
+from megtool.spec.sparse_attention import OVERLAP_RATIO
 
 COMPRESSED_ATTENTION = "dsv4_hybrid"
 """Megatron's `experimental_attention_variant` of models with compressed keys."""
@@ -41,19 +41,19 @@ class CompressRatios(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """All notations, unless what was kept says the same."""
-        ratios = config.compress_ratios or (0,) * config.num_layers
+        ratios = config.compression.compress_ratios or (0,) * config.num_layers
         keys = ("layer_types", "compress_ratios")
         is_kept = any(config.extra.get(k) is not None for k in keys)
         if is_kept and _is_said(config, ratios):
             return
-        heavy = config.heavy_layers
-        into["compress_ratios"] = [*ratios, *(0,) * config.num_mtp_layers]
+        heavy = config.compression.heavy_layers
+        into["compress_ratios"] = [*ratios, *(0,) * config.mtp.num_mtp_layers]
         into["layer_types"] = [
             _HEAVY if i in heavy else _OVERLAPS if r else _WINDOWED for i, r in enumerate(ratios)
         ]
         into["compress_rates"] = {
             _OVERLAPS: OVERLAP_RATIO,
-            _HEAVY: config.heavy_ratio or _RATES[_HEAVY],
+            _HEAVY: config.compression.heavy_ratio or _RATES[_HEAVY],
         }
 
 
@@ -122,7 +122,7 @@ class HashLayers(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Both, unless what was kept says the same."""
-        layers, count = config.num_layers, config.num_hash_layers
+        layers, count = config.num_layers, config.router.num_hash_layers
         kinds = config.extra.get("mlp_layer_types")
         is_kept = kinds is not None or config.extra.get("num_hash_layers") is not None
         fits = kinds is None or (isinstance(kinds, list | tuple) and len(kinds) == layers)
@@ -175,18 +175,18 @@ class CompressRope(Setting):
         """The keys that published files have, unless what was kept says the same."""
         is_kept = any(config.extra.get(k) is not None for k in _ROPE_KEYS)
         fields = ("rotary_percent", "rope_base", "compress_rope_base", "rope_scaling")
-        values = {name: getattr(config, name) for name in fields}
-        if is_kept and _rope(config.extra, config.head_dim) == values:
+        values = {name: config.get(name) for name in fields}
+        if is_kept and _rope(config.extra, config.attention.head_dim) == values:
             return
-        scaling = dict(config.rope_scaling or {})
+        scaling = dict(config.positions.rope_scaling or {})
         if scaling.get(_YARN_FACTOR) == 1.0:
             del scaling[_YARN_FACTOR]
         into |= {
-            "rope_theta": config.rope_base,
-            "compress_rope_theta": config.compress_rope_base,
+            "rope_theta": config.positions.rope_base,
+            "compress_rope_theta": config.compression.compress_rope_base,
             "rope_scaling": scaling or None,
-            "partial_rotary_factor": config.rotary_percent,
-            "qk_rope_head_dim": int(config.head_dim * config.rotary_percent),
+            "partial_rotary_factor": config.positions.rotary_percent,
+            "qk_rope_head_dim": int(config.attention.head_dim * config.positions.rotary_percent),
         }
         if is_kept:
             into["rope_parameters"] = None
@@ -285,30 +285,33 @@ def compressed_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 def compressed_args(config: ModelConfig) -> dict[str, Any]:
     """Args from the fields that `compressed_fields` reads."""
     out: dict[str, Any] = {}
-    if config.hyper_streams:
+    if config.residual.hyper_streams:
         out |= {
             "enable_hyper_connections": True,
-            "num_residual_streams": config.hyper_streams,
-            "mhc_sinkhorn_iterations": config.hyper_iterations,
+            "num_residual_streams": config.residual.hyper_streams,
+            "mhc_sinkhorn_iterations": config.residual.hyper_iterations,
         }
-    if config.num_hash_layers:
+    if config.router.num_hash_layers:
         out |= {
-            "moe_n_hash_layers": config.num_hash_layers,
-            "actual_vocab_size": config.vocab_size,
+            "moe_n_hash_layers": config.router.num_hash_layers,
+            "actual_vocab_size": config.embedding.vocab_size,
         }
-    if config.compress_ratios is None:
+    if config.compression.compress_ratios is None:
         return out
-    turning, scaling = int(config.head_dim * config.rotary_percent), config.rope_scaling
+    turning, scaling = (
+        int(config.attention.head_dim * config.positions.rotary_percent),
+        config.positions.rope_scaling,
+    )
     out |= {
         "experimental_attention_variant": COMPRESSED_ATTENTION,
         "multi_latent_attention": True,
-        **{name: getattr(config, field) for field, name in _SIZES},
-        "kv_lora_rank": config.head_dim - turning,
-        "qk_head_dim": config.head_dim - turning,
+        **{name: config.get(field) for field, name in _SIZES},
+        "kv_lora_rank": config.attention.head_dim - turning,
+        "qk_head_dim": config.attention.head_dim - turning,
         _TURNING: turning,
         "rotary_percent": 1.0,
-        _RATIOS: [*config.compress_ratios, *(0,) * config.num_mtp_layers],
-        _BASE: config.compress_rope_base,
+        _RATIOS: [*config.compression.compress_ratios, *(0,) * config.mtp.num_mtp_layers],
+        _BASE: config.compression.compress_rope_base,
         "window_size": None,
         "rope_type": "rope",
         "hetereogenous_dist_checkpoint": True,

@@ -51,22 +51,22 @@ class GlobalHeads(Setting):
                 hint="--like a folder with the model's config.json",
                 error_id="unsupported-model",
             )
-        if any(config.tied_values or ()) and config.tied_values != full:
+        if any(config.attention.tied_values or ()) and config.attention.tied_values != full:
             raise MappingError(
-                f"tied_values is {config.tied_values!r}",
+                f"tied_values is {config.attention.tied_values!r}",
                 hint="in this family values are keys in every layer without a window, or in none",
                 error_id="unsupported-model",
             )
-        into[_TIED] = any(config.tied_values or ())
+        into[_TIED] = any(config.attention.tied_values or ())
         tied = {_TIED: into[_TIED]}
         is_said = all(key in config.extra for key, _ in _FIELDS)
         sizes = {name: config.layer_sizes[name] for name in names}
         if is_said and self._sizes({**config.extra, **tied}, full) == sizes:
             return
         of = config.at_layer(full.index(0) if 0 in full else 0)
-        into |= {key: getattr(of, name) for key, name in _FIELDS}
+        into |= {key: of.get(name) for key, name in _FIELDS}
         into[_BY_LAYER] = {
-            str(n): {key: getattr(config.at_layer(n), name) for key, name in _FIELDS}
+            str(n): {key: config.at_layer(n).get(name) for key, name in _FIELDS}
             for n, is_full in enumerate(full)
             if is_full
         }
@@ -127,10 +127,10 @@ def global_args(config: ModelConfig) -> dict[str, Any]:
     return {
         "kv_channels": windowed[0],
         "num_query_groups": windowed[1],
-        "group_query_attention": windowed[1] != config.num_heads,
+        "group_query_attention": windowed[1] != config.attention.num_heads,
         _SIZE: whole[0],
         _HEADS: whole[1],
-        _TIED: any(config.tied_values or ()),
+        _TIED: any(config.attention.tied_values or ()),
         **shared_args(config),
     }
 
@@ -154,7 +154,10 @@ def global_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(config: ModelConfig) -> dict[str, Any]:
-    return {"window_size": config.window_size, "window_skip_freq": config.window_skip_freq}
+    return {
+        "window_size": config.window.window_size,
+        "window_skip_freq": config.window.window_skip_freq,
+    }
 
 
 def _is_size(value: object) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megtool.convert.config.keys import skip_flags
 from megtool.errors import MappingError
-from megtool.spec.layer_sets import (
+from megtool.spec import layer_sets
+from megtool.spec.layer_symbols import (
     ATTENTION,
     DELTA_NET,
     EXPERTS,
@@ -41,7 +41,7 @@ def kinds_of(config: ModelConfig) -> tuple[str, ...]:
     """The branches of every layer."""
     if config.layer_kinds is not None:
         return config.layer_kinds
-    moe = config.moe_layers
+    moe = layer_sets.moe_layers(config)
     return tuple(ATTENTION + (EXPERTS if i in moe else MLP) for i in range(config.num_layers))
 
 
@@ -63,9 +63,9 @@ def paired(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 def needs_hybrid(config: ModelConfig) -> bool:
     """Whether GPTModel has no such layers, and HybridModel may have them."""
-    if config.parallel_layers or config.layer_sizes is not None:
+    if layer_sets.parallel_layers(config) or config.layer_sizes is not None:
         return False
-    return bool(config.num_mtp_inner) or any(
+    return bool(config.mtp.num_mtp_inner) or any(
         MAMBA in kind or len(kind) != 2 or kind[0] not in _MIXERS or kind[1] not in _FEEDS
         for kind in kinds_of(config)
     )
@@ -85,19 +85,19 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
             hint="leave --model-class out",
             error_id="unsupported-model",
         )
-    if config.parallel_residual or config.parallel_layers:
+    if config.residual.parallel_residual or layer_sets.parallel_layers(config):
         raise MappingError(
             "branches of a layer run side by side, and in Megatron's HybridModel one after another",
             hint="leave --model-class out",
             error_id="unsupported-model",
         )
-    if config.conv_layers:
+    if layer_sets.conv_layers(config):
         raise MappingError(
             "layers have gated short convolutions, and Megatron's HybridModel has none",
             hint="leave --model-class out",
             error_id="unsupported-model",
         )
-    if config.is_compressed or config.hyper_streams:
+    if config.compression.is_compressed or config.residual.hyper_streams:
         raise MappingError(
             "layers have compressed keys, or residuals side by side, and Megatron's HybridModel "
             "has neither",
@@ -107,28 +107,29 @@ def hybrid_form(config: ModelConfig) -> ModelConfig:
     if config.layer_kinds is not None and all(len(kind) == 1 for kind in kinds):
         return config
     of_branch = [i for i, kind in enumerate(kinds) for _ in kind]
-    config = replace(config, mtp_kind=config.mtp_branches if config.num_mtp_layers else "")
+    config = config.with_fields(
+        mtp_kind=layer_sets.mtp_branches(config) if config.mtp.num_mtp_layers else ""
+    )
     return _with_layers(config, tuple("".join(kinds)), of_branch)
 
 
 def gpt_form(config: ModelConfig) -> ModelConfig:
     """The configuration with a mixer and an MLP in every layer, itself where GPTModel has none."""
     kinds = config.layer_kinds
-    if config.layer_sizes is not None or config.num_mtp_inner:
+    if config.layer_sizes is not None or config.mtp.num_mtp_inner:
         return config
     if kinds is None or any(len(kind) != 1 for kind in kinds) or len(kinds) % 2:
         return config
     pairs = list(zip(kinds[::2], kinds[1::2], strict=True))
     if any(a not in (ATTENTION, DELTA_NET, KIMI_DELTA) or b not in _FEEDS for a, b in pairs):
         return config
-    if config.mtp_kind == "".join(pairs[-1]):
-        config = replace(config, mtp_kind="")
+    if config.mtp.mtp_kind == "".join(pairs[-1]):
+        config = config.with_fields(mtp_kind="")
     grouped = _with_layers(config, tuple(a + b for a, b in pairs), range(0, len(kinds), 2))
     if any(a != ATTENTION for a, _ in pairs):
         return grouped
     flags = tuple(int(b == EXPERTS) for _, b in pairs)
-    return replace(
-        grouped,
+    return grouped.with_fields(
         layer_kinds=None,
         moe_layer_freq=flags if any(flags) and not all(flags) else 1,
     )
@@ -136,11 +137,10 @@ def gpt_form(config: ModelConfig) -> ModelConfig:
 
 def _with_layers(config: ModelConfig, kinds: tuple[str, ...], old: Collection[int]) -> ModelConfig:
     """The configuration of other layers; `old` has the number each had before."""
-    skip, without = config.window_skip_freq, config.no_rope_layers
-    shared = config.shared_index_layers
+    skip, without = config.window.window_skip_freq, config.positions.no_rope_layers
+    shared = config.indexer.shared_index_layers
     flags = skip_flags(skip, config.num_layers)
-    return replace(
-        config,
+    return config.with_fields(
         num_layers=len(kinds),
         layer_kinds=kinds,
         moe_layer_freq=1,
@@ -152,14 +152,14 @@ def _with_layers(config: ModelConfig, kinds: tuple[str, ...], old: Collection[in
 
 def to_hybrid(config: ModelConfig) -> Callable[[str], str]:
     """From names with the numbers of `config`'s layers (any state's) to HybridModel's."""
-    kinds, mtp = kinds_of(config), config.mtp_branches
+    kinds, mtp = kinds_of(config), layer_sets.mtp_branches(config)
     first = [sum(map(len, kinds[:i])) for i in range(len(kinds))]
 
     def name(text: str) -> str:
         if match := _LAYER.fullmatch(text):
             layer, rest = int(match[2]), match[3]
             return f"{match[1]}{first[layer] + _branch(kinds[layer], rest)}.{rest}"
-        if (match := _MTP.fullmatch(text)) and not config.num_mtp_inner:
+        if (match := _MTP.fullmatch(text)) and not config.mtp.num_mtp_inner:
             return f"{match[1]}mtp_model_layer.layers.{_branch(mtp, match[3])}.{match[3]}"
         return text.replace(*_FINAL)
 
@@ -193,7 +193,7 @@ def from_hybrid(config: ModelConfig) -> Callable[[str], str]:
                     hint="the pattern belongs to another model",
                 )
             return f"{match[1]}{layer}.{rest}"
-        if (match := _MTP.fullmatch(text)) and match[2] and not config.num_mtp_inner:
+        if (match := _MTP.fullmatch(text)) and match[2] and not config.mtp.num_mtp_inner:
             return f"{match[1]}transformer_layer.{match[3]}"
         return text.replace(_FINAL[1], _FINAL[0])
 

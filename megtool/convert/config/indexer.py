@@ -55,7 +55,7 @@ class IndexerTypes(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The list, unless what was kept says the same."""
-        flags = config.shared_index_layers or (0,) * config.num_layers
+        flags = config.indexer.shared_index_layers or (0,) * config.num_layers
         flags = flags[: config.num_layers]
         keys = (self.key, self.pattern_key, self.freq_key, self.offset_key)
         is_kept = any(config.extra.get(k) is not None for k in keys)
@@ -115,13 +115,13 @@ def indexer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def indexer_args(config: ModelConfig) -> dict[str, Any]:
     """Args from the fields that `indexer_fields` reads."""
-    if not config.index_num_heads:
+    if not config.indexer.index_num_heads:
         return {}
     freq, offset = _find_steps(config) or (1, 0)
     return {
         _VARIANT: SPARSE_ATTENTION,
-        **{name: getattr(config, field) for field, name in _SIZES},
-        _INTERLEAVED: config.index_interleaved,
+        **{name: config.get(field) for field, name in _SIZES},
+        _INTERLEAVED: config.indexer.index_interleaved,
         _NORM_EPS: INDEX_NORM_EPS,
         _FREQ: freq,
         _OFFSET: offset,
@@ -135,7 +135,7 @@ def has_steps(config: ModelConfig) -> bool:
 
 def _find_steps(config: ModelConfig) -> tuple[int, int] | None:
     """Frequency and offset of the layers with an indexer; None where there are none."""
-    layers, shared = config.num_layers, config.shared_index_layers
+    layers, shared = config.num_layers, config.indexer.shared_index_layers
     if shared is None:
         return 1, 0
     flags = tuple(shared[:layers])

@@ -65,7 +65,7 @@ class Key(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The field's value; two fields under one key have to agree."""
-        value = getattr(config, self.field)
+        value = config.get(self.field)
         if into.setdefault(self.key, value) != value:
             raise MappingError(
                 f"{self.field} is {value!r}, but {self.key!r} is already {into[self.key]!r}: "
@@ -90,7 +90,7 @@ class Larger(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The sum of both."""
-        into[self.key] = getattr(config, self.field) + getattr(config, self.by)
+        into[self.key] = config.get(self.field) + config.get(self.by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class OneOf(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The field's value, if the family knows it."""
-        value = getattr(config, self.field)
+        value = config.get(self.field)
         if value not in self.values:
             raise MappingError(
                 f"{self.field} is {value!r}, "
@@ -203,7 +203,7 @@ class Derived(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Nothing, but refuse another value."""
-        value, want = getattr(config, self.field), evaluate(self.expression, config)
+        value, want = config.get(self.field), evaluate(self.expression, config)
         if value != want:
             raise MappingError(
                 f"{self.field} is {value!r}, but in this family it is always "
@@ -283,35 +283,36 @@ class Rope(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The older form, the newer one, or both."""
+        positions = config.positions
         if self.old:
-            into[self.key] = config.rope_base
-            scaling = config.rope_scaling
+            into[self.key] = positions.rope_base
+            scaling = positions.rope_scaling
             into["rope_scaling"] = None if scaling is None else dict(scaling)
         elif not self.by_kind:
             into["rope_parameters"] = {
-                **(config.rope_scaling or {"rope_type": "default"}),
-                "rope_theta": config.rope_base,
+                **(positions.rope_scaling or {"rope_type": "default"}),
+                "rope_theta": positions.rope_base,
             }
         if self.percent_key and self.size_key:
-            if config.rotary_percent != 1:  # absent, heads turn as wholes
-                into[self.percent_key] = config.rotary_percent
-                into[self.size_key] = int(config.head_dim * config.rotary_percent)
+            if positions.rotary_percent != 1:  # absent, heads turn as wholes
+                into[self.percent_key] = positions.rotary_percent
+                into[self.size_key] = int(config.attention.head_dim * positions.rotary_percent)
         elif self.percent_key:
-            into[self.percent_key] = config.rotary_percent
-        elif config.rotary_percent != 1:
+            into[self.percent_key] = positions.rotary_percent
+        elif positions.rotary_percent != 1:
             raise MappingError(
-                f"rotary_percent is {config.rotary_percent!r}, but the family turns whole heads",
+                f"rotary_percent is {positions.rotary_percent!r}, but the family turns whole heads",
                 error_id="unsupported-model",
             )
-        if self.local_key and config.rope_local_base is not None:
-            into[self.local_key] = config.rope_local_base
+        if self.local_key and positions.rope_local_base is not None:
+            into[self.local_key] = positions.rope_local_base
         if self.by_kind:
-            local = config.rope_local_base or config.rope_base
-            part = {"partial_rotary_factor": config.rotary_percent} if self.percent_key else {}
+            local = positions.rope_local_base or positions.rope_base
+            part = {"partial_rotary_factor": positions.rotary_percent} if self.percent_key else {}
             into["rope_parameters"] = {
                 "full_attention": {"rope_type": "default"}
-                | dict(config.rope_scaling or {})
-                | {"rope_theta": config.rope_base}
+                | dict(positions.rope_scaling or {})
+                | {"rope_theta": positions.rope_base}
                 | part,
                 "sliding_attention": {"rope_type": "default", "rope_theta": local} | part,
             }
@@ -415,12 +416,13 @@ class Window(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The keys, unless they were kept."""
-        if not config.window_size or self.key in config.extra:
+        window = config.window
+        if not window.window_size or self.key in config.extra:
             return
-        into[self.key] = 2 * (config.window_size - 1) if self.both_sides else config.window_size
+        into[self.key] = 2 * (window.window_size - 1) if self.both_sides else window.window_size
         if self.switch:
             into[self.switch] = True
-        freq = config.window_skip_freq
+        freq = window.window_skip_freq
         if freq is not None:
             flags = skip_flags(freq, config.num_layers)
             into["layer_types"] = [_WINDOWED if f else _FULL for f in flags]
@@ -453,7 +455,7 @@ class NoRope(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The key, unless it was kept."""
         if self.key not in config.extra:
-            flags = config.no_rope_layers or (0,) * config.num_layers
+            flags = config.positions.no_rope_layers or (0,) * config.num_layers
             into[self.key] = [1 - f for f in flags]
 
 
@@ -479,16 +481,19 @@ class RopeInWindows(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Nothing, but refuse other layers; without windows, the keys that say so."""
         layers = range(config.num_layers)
-        flags = tuple(config.no_rope_layers or (0,) * config.num_layers)
-        window = {"window_size": config.window_size, "window_skip_freq": config.window_skip_freq}
+        flags = tuple(config.positions.no_rope_layers or (0,) * config.num_layers)
+        window = {
+            "window_size": config.window.window_size,
+            "window_skip_freq": config.window.window_skip_freq,
+        }
         want = _no_windows(window, layers) or (0,) * config.num_layers
-        if flags != want and (config.window_size or any(flags)):
+        if flags != want and (config.window.window_size or any(flags)):
             raise MappingError(
-                f"no_rope_layers is {config.no_rope_layers!r}",
+                f"no_rope_layers is {config.positions.no_rope_layers!r}",
                 hint="in this family the layers without a window have no rotary embedding",
                 error_id="unsupported-model",
             )
-        if not config.window_size and self.key not in config.extra:
+        if not config.window.window_size and self.key not in config.extra:
             into[self.key] = None if not any(flags) else 1
             into["layer_types"] = [_FULL for _ in layers]
 
@@ -533,13 +538,13 @@ class EmbeddingSwitch(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The flag, if the field has either value."""
         scale = evaluate(self.scale, config)
-        if config.embedding_scale not in (1.0, scale):
+        if config.embedding.embedding_scale not in (1.0, scale):
             raise MappingError(
-                f"embedding_scale is {config.embedding_scale!r}",
+                f"embedding_scale is {config.embedding.embedding_scale!r}",
                 hint=f"1, or {scale!r} in this family",
                 error_id="unsupported-model",
             )
-        into[self.key] = config.embedding_scale != 1.0
+        into[self.key] = config.embedding.embedding_scale != 1.0
 
 
 def read_settings(
@@ -558,10 +563,10 @@ def read_settings(
     for setting in settings:
         understood.update(setting.read(stored, values))
     nested = values.pop("extra", {})
-    if unknown := values.keys() - CONFIG_FIELDS:
+    if unknown := values.keys() - CONFIG_FIELDS.keys():
         raise MappingError(f"{sorted(unknown)} are no fields of ModelConfig")
     extra = {k: v for k, v in stored.items() if k not in understood} | nested
-    return ModelConfig(**values, extra=extra)
+    return ModelConfig.from_fields(**values, extra=extra)
 
 
 def write_settings(

@@ -10,7 +10,8 @@ from typing import Any
 from megtool.convert.config.hybrid import kinds_of, moe_flags, paired
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.errors import MappingError
-from megtool.spec.layer_sets import ATTENTION, EXPERTS, MAMBA, MLP
+from megtool.spec import layer_sets
+from megtool.spec.layer_symbols import ATTENTION, EXPERTS, MAMBA, MLP
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 
 
@@ -177,7 +178,7 @@ class KindKey(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The field, if a layer is of the kind; 0 as the default, or null."""
         if any(self.kind in k for k in kinds_of(config)):
-            into[self.key] = getattr(config, self.field) or self.default or None
+            into[self.key] = config.get(self.field) or self.default or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +204,11 @@ class MambaHeads(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The keys, unless those that were kept say the same."""
-        if not config.mamba_layers:
+        if not layer_sets.mamba_layers(config):
             return
         heads, size, hidden = (
-            config.mamba_num_heads,
-            config.mamba_head_dim,
+            config.mamba.mamba_num_heads,
+            config.mamba.mamba_head_dim,
             config.hidden_size,
         )
         stored, sizes = config.extra, (heads, size)
@@ -280,9 +281,9 @@ class MtpKind(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The list, unless a key was kept."""
-        if config.num_mtp_layers and not {self.key, self.pattern_key} & config.extra.keys():
+        if config.mtp.num_mtp_layers and not {self.key, self.pattern_key} & config.extra.keys():
             names = {symbol: name for name, symbol in reversed(self.kinds)}
-            into[self.key] = [names[s] for s in config.mtp_branches]
+            into[self.key] = [names[s] for s in layer_sets.mtp_branches(config)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,7 @@ class NotedList(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The numbers, unless the key was kept or all are 1."""
-        values = [getattr(config, name) for name in self.fields]
+        values = [config.get(name) for name in self.fields]
         if self.key not in config.extra and values != [1.0] * len(values):
             into[self.key] = values
 
@@ -327,8 +328,11 @@ class MambaScales(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The five, unless a key was kept."""
-        if config.mamba_in_scales is not None and not {self.key, self.common} & config.extra.keys():
-            into[self.key] = list(config.mamba_in_scales)
+        if (
+            config.mamba.mamba_in_scales is not None
+            and not {self.key, self.common} & config.extra.keys()
+        ):
+            into[self.key] = list(config.mamba.mamba_in_scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +356,8 @@ class StepLimit(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Both, unless the key was kept."""
-        if config.mamba_step_limit is not None and self.key not in config.extra:
-            least, most = config.mamba_step_limit
+        if config.mamba.mamba_step_limit is not None and self.key not in config.extra:
+            least, most = config.mamba.mamba_step_limit
             into[self.key] = [least, {"__float__": "Infinity"} if most == math.inf else most]
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from megtool.convert.config.keys import Default, Setting
 from megtool.convert.language.expression import evaluate
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -35,7 +36,7 @@ class EitherKey(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The first key."""
-        into[self.keys[0]] = getattr(config, self.field)
+        into[self.keys[0]] = config.get(self.field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Nullable(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The value, or null."""
-        into[self.key] = getattr(config, self.field) or None
+        into[self.key] = config.get(self.field) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Alike(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The number, unless a list that was kept says the same."""
-        value = getattr(config, self.field)
+        value = config.get(self.field)
         listed = isinstance(config.extra.get(self.key), list | tuple)
         if not listed or self._number(config.extra, config.num_layers) != value:
             into[self.key] = value
@@ -105,7 +106,7 @@ class Inverted(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The opposite of the field."""
-        into[self.key] = not getattr(config, self.field)
+        into[self.key] = not config.get(self.field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Unless(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The value, unless it is 0."""
-        if value := getattr(config, self.field):
+        if value := config.get(self.field):
             into[self.key] = value
 
 
@@ -147,7 +148,7 @@ class Multiple(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The number of units; nothing where there are none."""
-        value, unit = getattr(config, self.field), getattr(config, self.unit)
+        value, unit = config.get(self.field), config.get(self.unit)
         if not value:
             into[self.key] = None
             return
@@ -229,7 +230,7 @@ class Noted(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The field, where no key was kept and the field is the key's value."""
-        value = getattr(config, self.field)
+        value = config.get(self.field)
         if self.key not in config.extra and self.expression == "x" and value != self.default:
             into[self.key] = value
 
@@ -273,12 +274,12 @@ class MoeSpan(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The three keys, if they can say it."""
-        moe = sorted(config.moe_layers)
+        moe = sorted(layer_sets.moe_layers(config))
         steps = {b - a for a, b in itertools.pairwise(moe)} or {1}
         step, first = min(steps), moe[0] if moe else config.num_layers
         if len(steps) > 1 or (first + 1) % step:
             raise MappingError(
-                f"moe_layer_freq is {config.moe_layer_freq!r}",
+                f"moe_layer_freq is {config.moe.moe_layer_freq!r}",
                 hint="in this family every n-th layer of a span is a mixture of experts",
             )
         last = moe[-1] if moe else config.num_layers - 1
@@ -342,7 +343,7 @@ class MoeLayers(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """A list of layers, or how many dense ones come first."""
-        layers, moe = range(config.num_layers), config.moe_layers
+        layers, moe = range(config.num_layers), layer_sets.moe_layers(config)
         if self.types:
             types = [_TYPES[i in moe] for i in layers]
             is_counted = self.first and moe == set(layers[min(moe, default=len(layers)) :])
@@ -364,7 +365,7 @@ class MoeLayers(Setting):
             first = min(moe, default=config.num_layers)
             if len(moe) != config.num_layers - first:
                 raise MappingError(
-                    f"moe_layer_freq is {config.moe_layer_freq!r}",
+                    f"moe_layer_freq is {config.moe.moe_layer_freq!r}",
                     hint="in this family all dense layers come before the mixtures of experts",
                 )
             into[self.first] = first

@@ -43,7 +43,7 @@ class ScaledLayers(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The lists, unless what was kept says the same."""
         layers = range(config.num_layers)
-        want = {name: tuple(getattr(config.at_layer(n), name) for n in layers) for name in _FIELDS}
+        want = {name: tuple(config.at_layer(n).get(name) for n in layers) for name in _FIELDS}
         hidden, extra = config.hidden_size, config.extra
         keys = (self.heads, self.kv_heads, self.factors)
         if all(k in extra for k in keys) and self._sizes(extra, len(layers), hidden) == want:

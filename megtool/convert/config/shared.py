@@ -8,6 +8,7 @@ from typing import Any
 
 from megtool.convert.config.keys import Setting, num_layers, skip_flags
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 WIDTH = "ffn_hidden_size"
@@ -53,7 +54,7 @@ class SharedKeys(Setting):
         args = _shared_args(config)
         into |= {_SHARED: 0, _WIDE: False} | args
         if args.get(_WIDE):
-            into[self.width_key] = config.ffn_hidden_size // 2
+            into[self.width_key] = config.mlp.ffn_hidden_size // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class LayerInputs(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The size, and how many words there are."""
-        into[_INPUT] = config.layer_input_size
-        if config.layer_input_size:
-            into[_INPUT_WORDS] = config.vocab_size
+        into[_INPUT] = config.residual.layer_input_size
+        if config.residual.layer_input_size:
+            into[_INPUT_WORDS] = config.embedding.vocab_size
 
 
 _NEW, _ONE, _PARALLEL = "new_decoder_architecture", "multi_query", "parallel_attn"
@@ -114,8 +115,8 @@ class GroupedHeads(Setting):
         """All flags, where none was kept."""
         if _NEW in config.extra:
             return
-        groups, is_parallel = config.num_kv_heads, config.parallel_residual
-        if not is_parallel and groups not in (1, config.num_heads):
+        groups, is_parallel = config.attention.num_kv_heads, config.residual.parallel_residual
+        if not is_parallel and groups not in (1, config.attention.num_heads):
             raise MappingError(
                 f"num_kv_heads is {groups}",
                 hint="in this family it is 1, or num_heads, unless attention and MLP are in "
@@ -123,12 +124,12 @@ class GroupedHeads(Setting):
             )
         into |= {_NEW: is_parallel, _ONE: groups == 1, _PARALLEL: is_parallel, _GROUPS: groups}
         if is_parallel:
-            into[_NORMS] = 1 if config.shared_norm else 2
+            into[_NORMS] = 1 if config.norms.shared_norm else 2
 
 
 def shared_args(config: ModelConfig) -> dict[str, Any]:
     """Args from these fields, under the names of config.json, which Megatron has none for."""
-    inputs = {_INPUT: config.layer_input_size} if config.layer_input_size else {}
+    inputs = {_INPUT: config.residual.layer_input_size} if config.residual.layer_input_size else {}
     return _shared_args(config) | inputs
 
 
@@ -142,15 +143,19 @@ def shared_fields(args: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[st
 
 
 def _shared_args(config: ModelConfig) -> dict[str, Any]:
-    count, layers = len(config.shared_kv_layers), config.num_layers
+    count, layers = len(layer_sets.shared_kv_layers(config)), config.num_layers
     if not count:
         return {}
     flags = tuple(int(i >= layers - count) for i in range(layers))
     widths = (config.layer_sizes or {}).get(WIDTH)
-    narrow = config.ffn_hidden_size // 2
-    if config.shared_kv != flags or widths not in (None, tuple(narrow * (1 + f) for f in flags)):
+    narrow = config.mlp.ffn_hidden_size // 2
+    if config.attention.shared_kv != flags or widths not in (
+        None,
+        tuple(narrow * (1 + f) for f in flags),
+    ):
         raise MappingError(
-            f"shared_kv is {str(config.shared_kv)[:80]}, and MLPs are {str(widths)[:80]} wide",
+            f"shared_kv is {str(config.attention.shared_kv)[:80]}, and MLPs are "
+            f"{str(widths)[:80]} wide",
             hint="in this family the last layers share keys and values, and are twice as wide or "
             "as wide as the others",
             error_id="unsupported-model",

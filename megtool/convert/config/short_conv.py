@@ -30,7 +30,7 @@ class AdjustedFeedForward(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The size as it is, unless the keys that were kept give the same."""
-        size, stored = config.ffn_hidden_size, config.extra
+        size, stored = config.mlp.ffn_hidden_size, config.extra
         if {_SIZE, _OLD_SIZE} & stored.keys() and self._size(stored) == size:
             return
         into |= {_SIZE: size, _ADJUST: False}

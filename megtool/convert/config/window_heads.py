@@ -11,7 +11,7 @@ from typing import Any
 
 from megtool.convert.config.keys import Setting, num_layers, skip_flags, skip_freq
 from megtool.errors import MappingError
-from megtool.spec.layer_sets import ATTENTION, MLP
+from megtool.spec.layer_symbols import ATTENTION, MLP
 from megtool.spec.model_config import ModelConfig
 
 _TYPES, _PATTERN = "layer_types", "hybrid_layer_pattern"
@@ -53,14 +53,14 @@ class WindowHeads(Setting):
                 hint="in this family it depends on whether a layer has a window",
                 error_id="unsupported-model",
             )
-        same = {name: getattr(config, name) for name in _NAMES}
+        same = {name: config.get(name) for name in _NAMES}
         if _HEADS in config.extra and self._fields(config.extra, config.num_layers) == same:
             return
-        into |= {_HEADS: full, _WINDOW_HEADS: windowed, _SCALE: config.attn_value_scale}
+        into |= {_HEADS: full, _WINDOW_HEADS: windowed, _SCALE: config.attention.attn_value_scale}
         into[_TYPES] = [_WINDOWED if f else _FULL for f in flags]
         into[_PATTERN] = list(flags)
-        if config.window_size:
-            into |= {_SIZE: config.window_size - 1, _LEFT: config.window_size - 1}
+        if config.window.window_size:
+            into |= {_SIZE: config.window.window_size - 1, _LEFT: config.window.window_size - 1}
 
     def _fields(self, stored: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """The fields of `_NAMES`."""
@@ -111,14 +111,17 @@ def _positive(stored: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _flags(config: ModelConfig) -> tuple[int, ...]:
-    return tuple(int(config.has_window(n)) for n in range(config.num_layers))
+    return tuple(int(config.window.has_window(n)) for n in range(config.num_layers))
 
 
 def _heads(config: ModelConfig, flags: tuple[int, ...]) -> tuple[int | None, int | None]:
     """Heads of keys and values in layers without and with a window; None where they differ."""
-    numbers = (config.layer_sizes or {}).get("num_kv_heads") or (config.num_kv_heads,) * len(flags)
+    numbers = (config.layer_sizes or {}).get("num_kv_heads") or (
+        config.attention.num_kv_heads,
+    ) * len(flags)
     kinds = [
-        {n for n, f in zip(numbers, flags, strict=True) if f == flag} or {config.num_kv_heads}
+        {n for n, f in zip(numbers, flags, strict=True) if f == flag}
+        or {config.attention.num_kv_heads}
         for flag in (0, 1)
     ]
     full, windowed = (next(iter(kind)) if len(kind) == 1 else None for kind in kinds)
@@ -127,17 +130,18 @@ def _heads(config: ModelConfig, flags: tuple[int, ...]) -> tuple[int | None, int
 
 def window_heads_args(config: ModelConfig) -> dict[str, Any]:
     """Args of such a model as Megatron-Bridge's provider calls them; none of any other."""
+    attention = config.attention
     full, windowed = _heads(config, _flags(config))
-    if not config.v_head_dim or config.kv_lora_rank or full is None or windowed is None:
+    if not attention.v_head_dim or config.latent.kv_lora_rank or full is None or windowed is None:
         return {}
     return {
         "num_query_groups": full,
-        "group_query_attention": full != config.num_heads,
+        "group_query_attention": full != attention.num_heads,
         _FULL_GROUPS: full,
         _WINDOW_GROUPS: windowed,
-        "v_head_dim": config.v_head_dim,
-        _SCALE: config.attn_value_scale,
-        _LOCAL_BASE: config.rope_local_base,
+        "v_head_dim": attention.v_head_dim,
+        _SCALE: attention.attn_value_scale,
+        _LOCAL_BASE: config.positions.rope_local_base,
     }
 
 

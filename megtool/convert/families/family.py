@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megtool.convert.config.hybrid import hybrid_form
@@ -12,64 +12,9 @@ from megtool.convert.families.nested import Nested, TextConfig
 from megtool.convert.language.canonical import Weight
 from megtool.convert.language.expression import Expression
 from megtool.convert.language.mapping import Row, Table, Tower
-from megtool.spec.model_config import ModelConfig
+from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 
-_FORWARD = (
-    "activation_limit",
-    "attn_chunk_size",
-    "attn_in_scale",
-    "attn_out_scale",
-    "attn_softcap",
-    "attn_temperature_floor",
-    "attn_temperature_rotated",
-    "attn_temperature_scale",
-    "bidirectional",
-    "embedding_norm",
-    "embedding_scale",
-    "expert_norms",
-    "layer_scalar",
-    "final_norm",
-    "first_attn_norm",
-    "glu_offset",
-    "hyper_eps",
-    "head_bias",
-    "head_dense_bias",
-    "logit_scale",
-    "logit_softcap",
-    "masked_head",
-    "mamba_in_scales",
-    "mamba_norm_first",
-    "mamba_out_scale",
-    "mamba_step_limit",
-    "mlp_gate_scale",
-    "mlp_out_scale",
-    "mtp_hidden_first",
-    "norm_bias",
-    "norm_weight",
-    "norms_after_add",
-    "parallel_residual",
-    "position_offset",
-    "post_norms",
-    "pre_norms",
-    "qk_l2_norm",
-    "qk_norm_of",
-    "qk_norm_rotated",
-    "relative_per_layer",
-    "residual_scale",
-    "rope_reversed",
-    "router_fp32",
-    "router_group_best",
-    "router_jitter",
-    "router_norm",
-    "router_scales_input",
-    "shared_norm",
-    "softmax_scale",
-    "tied_values",
-    "value_norm",
-)
-"""Fields that Megatron's args do not have."""
-
-_DEFAULTS = {f.name: f.default for f in fields(ModelConfig)}
+_FROM_FAMILY = frozenset(n for n, facts in CONFIG_FIELDS.items() if facts.from_family)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +80,15 @@ class Family:
         return read_settings(self.config, stored, self.traits)
 
     def completed(self, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
-        """A configuration from Megatron's args, completed with the fields that args do not have.
+        """A configuration from Megatron's args, completed with the fields that args do not say.
 
         Also the keys of a config.json that would have said it; the family's defaults stand for
         them.
         """
         if any(s.numbers_branches() for s in self.settings):
             config = hybrid_form(config)
-        values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
-        unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
+        values = config.to_fields()
+        unsaid = {n for n in _FROM_FAMILY if values[n] == CONFIG_FIELDS[n].default}
         values |= {n: v for n, v in self.traits.items() if n in unsaid}
         keys: list[str] = []
         for setting in self.settings:
@@ -151,7 +96,7 @@ class Family:
             if isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
                 values["activation"] = setting.values[0]  # args have one word for all of them
         known_values = {n: values[n] for n in (*unsaid, "activation")}
-        return replace(config, **known_values), tuple(keys)
+        return config.with_fields(**known_values), tuple(keys)
 
     def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
         """The keys of a config.json; those it was once read from are preserved."""
@@ -166,5 +111,6 @@ class Family:
 
 
 def _is_gated_gelu(setting: OneOf, config: ModelConfig) -> bool:
-    kinds = (config.activation, *setting.values)
-    return setting.field == "activation" and config.gated and all("gelu" in str(k) for k in kinds)
+    mlp = config.mlp
+    kinds = (mlp.activation, *setting.values)
+    return setting.field == "activation" and mlp.gated and all("gelu" in str(k) for k in kinds)

@@ -10,7 +10,7 @@ from megtool.convert.config.hybrid import kinds_of
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.convert.config.layer_kinds import LayerKinds
 from megtool.errors import MappingError
-from megtool.spec.layer_sets import KIMI_DELTA
+from megtool.spec.layer_symbols import KIMI_DELTA
 from megtool.spec.model_config import ModelConfig
 
 _TYPES, _NESTED = "layer_types", "linear_attn_config"
@@ -51,7 +51,7 @@ class KimiDeltaLayers(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Both forms, unless what was kept says the same."""
         types = [_LINEAR if KIMI_DELTA in kind else _FULL for kind in kinds_of(config)]
-        sizes = tuple(getattr(config, names[0]) for names in _FIELDS)
+        sizes = tuple(config.get(names[0]) for names in _FIELDS)
         check: dict[str, Any] = {}
         _KINDS.write(config, check)
         extra = config.extra

@@ -141,12 +141,12 @@ class Labels(Setting):
         if _TIED in config.extra:
             into[_TIED] = config.extra[_TIED]
         if "id2label" not in config.extra and "num_labels" not in config.extra:
-            into["id2label"] = {str(n): f"LABEL_{n}" for n in range(config.num_labels)}
-            into["label2id"] = {f"LABEL_{n}": n for n in range(config.num_labels)}
+            into["id2label"] = {str(n): f"LABEL_{n}" for n in range(config.head.num_labels)}
+            into["label2id"] = {f"LABEL_{n}": n for n in range(config.head.num_labels)}
 
 
 def label_names(config: ModelConfig) -> tuple[str, ...]:
     """The names of labels by their numbers, `LABEL_0` and so on where config.json has none."""
     names = config.extra.get("id2label")
     known = {str(k): str(v) for k, v in names.items()} if isinstance(names, Mapping) else {}
-    return tuple(known.get(str(n), f"LABEL_{n}") for n in range(config.num_labels))
+    return tuple(known.get(str(n), f"LABEL_{n}") for n in range(config.head.num_labels))

@@ -160,7 +160,7 @@ class TextConfig(Setting):
         inner: Mapping[str, Any] = config.extra if is_flat else config.extra.get(TEXT_CONFIG, {})
         keys: dict[str, Any] = {}
         for setting in self.settings:
-            setting.write(replace(config, extra=inner), keys)
+            setting.write(config.with_fields(extra=inner), keys)
         if not inner.keys().isdisjoint(self.nested.verbatim):
             keys = {k: v for k, v in keys.items() if k not in self.nested.verbatim}
         if is_flat:
@@ -168,7 +168,7 @@ class TextConfig(Setting):
             return
         kinds = {"model_type": next(iter(self.nested.texts))}
         into[TEXT_CONFIG] = {**kinds, **inner, **keys}
-        into[TIED] = config.tied_embeddings
+        into[TIED] = config.embedding.tied_embeddings
 
 
 LLAVA_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -217,8 +217,8 @@ class FeedForward(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Both fields in one."""
-        kind = config.activation
-        if config.gated:
+        kind = config.mlp.activation
+        if config.mlp.gated:
             kind = "gated-" + ("gelu" if kind == "gelu_new" else kind)
         into[self.key] = kind
 

@@ -23,6 +23,7 @@ from megtool.convert.language.mapping import (
 from megtool.convert.language.tensor_layout import LayoutPart, TensorLayout
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -54,10 +55,10 @@ def _other_count(index: str, config: ModelConfig, *, has_mtp: bool) -> str:
     `has_mtp` says whether the family numbers layers of multi-token prediction behind the others.
     """
     hint = "the configuration belongs to another model"
-    if index in ("l", "m") and config.num_mtp_layers:
+    if index in ("l", "m") and config.mtp.num_mtp_layers:
         hint += (
             ", or the tensors are of more layers of multi-token prediction than the "
-            f"{config.num_mtp_layers} it counts: correct that number, or --exclude GLOB"
+            f"{config.mtp.num_mtp_layers} it counts: correct that number, or --exclude GLOB"
         )
     elif index == "l" and config.layer_kinds:
         hint += ", or its list of layers is too short"
@@ -292,7 +293,9 @@ class Binding:
         model = self.model.at(index)
         key = (
             number,
-            -1 if model is self.model else index.get("l", self.model.config.mtp_size_layer),
+            -1
+            if model is self.model
+            else index.get("l", layer_sets.mtp_size_layer(self.model.config)),
         )
         if key not in self._layouts:
             row = self.rows[number]

@@ -11,6 +11,7 @@ from typing import Any
 
 from megtool.convert.language.expression import Expression, evaluate, names_in
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -411,7 +412,7 @@ DOMAINS = MappingProxyType(
         "k": "num_mtp_inner",
     }
 )
-_OF_MTP = tuple(name for name in dir(ModelConfig) if name.startswith("has_mtp_"))
+_OF_MTP = tuple(name for name in layer_sets.DERIVED if name.startswith("has_mtp_"))
 
 
 def indices_in(pattern: str) -> tuple[str, ...]:
@@ -448,7 +449,7 @@ class CanonicalModel:
         prediction (`m`); itself where none vary."""
         if not self.config.layer_sizes or not {"l", "m"} & index.keys():
             return self
-        layer = index.get("l", self.config.mtp_size_layer)
+        layer = index.get("l", layer_sets.mtp_size_layer(self.config))
         if layer not in self._layers:
             config = self.config.at_layer(layer)
             self._layers[layer] = CanonicalModel(config, self.vocabulary, self.blocks)
@@ -488,8 +489,8 @@ class CanonicalModel:
 
     def _inner(self, number: int) -> dict[str, bool]:
         if number not in self._branches:
-            branch = replace(self.config, mtp_kind=self.config.mtp_kind[number])
-            self._branches[number] = {name: getattr(branch, name) for name in _OF_MTP}
+            branch = self.config.with_fields(mtp_kind=self.config.mtp.mtp_kind[number])
+            self._branches[number] = {name: layer_sets.DERIVED[name](branch) for name in _OF_MTP}
         return self._branches[number]
 
     def size(self, index: str) -> int:

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 Expression = str | int | bool
@@ -86,8 +87,8 @@ def _lookup(
     if index is not None and name in index:
         return index[name]
     if isinstance(config, ModelConfig):
-        if hasattr(config, name):
-            return getattr(config, name)
+        if layer_sets.knows(name):
+            return layer_sets.value_of(config, name)
         config = config.extra
     if name in config:
         return config[name]

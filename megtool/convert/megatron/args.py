@@ -16,6 +16,7 @@ from megtool.convert.megatron.names import padded_multiple
 from megtool.convert.megatron.parallel_args import layout_args
 from megtool.errors import MappingError
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -104,7 +105,7 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         shared_ffn_hidden_size=int(get("moe_shared_expert_intermediate_size", 0)),
         moe_layer_freq=tuple(freq) if isinstance(freq, list | tuple) else int(freq),
     )
-    return gpt_form(ModelConfig(**fields | moe_fields(args) | mixer_fields(args)))
+    return gpt_form(ModelConfig.from_fields(**fields | moe_fields(args) | mixer_fields(args)))
 
 
 def args_from_config(
@@ -121,69 +122,70 @@ def args_from_config(
     hold it as an object). `known` are args the checkpoint already had: they are kept, and what
     depends on the layout is updated.
     """
+    positions = config.positions
     sizes = parallel or ParallelConfig()
     pad = padded_multiple(sizes.tp, divisible_by)
-    is_gqa = config.num_kv_heads != config.num_heads
+    is_gqa = config.attention.num_kv_heads != config.attention.num_heads
     llama3 = _is_llama3(config)
-    experts = config.num_experts or None
+    experts = config.moe.num_experts or None
     model: dict[str, Any] = {
         "num_layers": config.num_layers,
         "encoder_num_layers": config.num_layers,
         **_encoder_decoder_args(config),
         **_alibi_args(config),
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_heads,
+        "ffn_hidden_size": config.mlp.ffn_hidden_size,
+        "num_attention_heads": config.attention.num_heads,
         "group_query_attention": is_gqa,
-        "num_query_groups": config.num_kv_heads,
-        "kv_channels": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "seq_length": config.max_positions,
-        "max_position_embeddings": config.max_positions,
-        "position_embedding_type": _POSITIONS[config.position_embedding],
-        "add_position_embedding": config.position_embedding == "learned",
-        "use_rotary_position_embeddings": config.position_embedding == "rope",
-        "rotary_base": _whole(config.rope_base),
-        "rotary_percent": config.rotary_percent,
-        "rotary_interleaved": config.rope_interleaved,
+        "num_query_groups": config.attention.num_kv_heads,
+        "kv_channels": config.attention.head_dim,
+        "vocab_size": config.embedding.vocab_size,
+        "seq_length": positions.max_positions,
+        "max_position_embeddings": positions.max_positions,
+        "position_embedding_type": _POSITIONS[positions.position_embedding],
+        "add_position_embedding": positions.position_embedding == "learned",
+        "use_rotary_position_embeddings": positions.position_embedding == "rope",
+        "rotary_base": _whole(positions.rope_base),
+        "rotary_percent": positions.rotary_percent,
+        "rotary_interleaved": positions.rope_interleaved,
         "use_rope_scaling": llama3,
-        "rope_scaling_factor": (config.rope_scaling or {}).get("factor", 8.0) if llama3 else 8.0,
-        "add_bias_linear": config.mlp_bias,
-        "add_qkv_bias": config.qkv_bias and not config.mlp_bias,
-        "swiglu": config.gated and config.activation == "silu",
-        "gated_linear_unit": config.gated,
-        "squared_relu": config.activation == "relu2" and not config.gated,
-        "openai_gelu": config.activation in _TANH_GELUS and not config.gated,
-        "untie_embeddings_and_output_weights": not config.tied_embeddings,
-        "normalization": next(k for k, v in _NORMS.items() if v == config.norm),
-        "norm_epsilon": config.norm_eps,
-        "layernorm_epsilon": config.norm_eps,
-        "apply_layernorm_1p": config.zero_centered_norm,
-        "layernorm_zero_centered_gamma": config.zero_centered_norm,
+        "rope_scaling_factor": (positions.rope_scaling or {}).get("factor", 8.0) if llama3 else 8.0,
+        "add_bias_linear": config.mlp.mlp_bias,
+        "add_qkv_bias": config.attention.qkv_bias and not config.mlp.mlp_bias,
+        "swiglu": config.mlp.gated and config.mlp.activation == "silu",
+        "gated_linear_unit": config.mlp.gated,
+        "squared_relu": config.mlp.activation == "relu2" and not config.mlp.gated,
+        "openai_gelu": config.mlp.activation in _TANH_GELUS and not config.mlp.gated,
+        "untie_embeddings_and_output_weights": not config.embedding.tied_embeddings,
+        "normalization": next(k for k, v in _NORMS.items() if v == config.norms.norm),
+        "norm_epsilon": config.norms.norm_eps,
+        "layernorm_epsilon": config.norms.norm_eps,
+        "apply_layernorm_1p": config.norms.zero_centered_norm,
+        "layernorm_zero_centered_gamma": config.norms.zero_centered_norm,
         "apply_query_key_layer_scaling": False,
-        "qk_layernorm": config.qk_norm,
-        "attention_output_gate": config.attn_output_gate,
-        "window_size": _sides(config) if config.window_size else None,
-        "window_attn_skip_freq": list(config.window_skip_freq)
-        if isinstance(config.window_skip_freq, tuple)
-        else config.window_skip_freq,
-        "no_rope_freq": list(config.no_rope_layers) if config.no_rope_layers else None,
-        "num_tokentypes": config.num_token_types,
+        "qk_layernorm": config.norms.qk_norm,
+        "attention_output_gate": config.attention.attn_output_gate,
+        "window_size": _sides(config) if config.window.window_size else None,
+        "window_attn_skip_freq": list(config.window.window_skip_freq)
+        if isinstance(config.window.window_skip_freq, tuple)
+        else config.window.window_skip_freq,
+        "no_rope_freq": list(positions.no_rope_layers) if positions.no_rope_layers else None,
+        "num_tokentypes": config.embedding.num_token_types,
         "bert_binary_head": "ForPreTraining" in str(config.extra.get("architectures")),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "num_experts": experts,
-        "moe_ffn_hidden_size": config.moe_ffn_hidden_size or None,
-        "moe_router_topk": config.num_experts_per_token if experts else 2,
-        "moe_layer_freq": list(config.moe_layer_freq)
-        if isinstance(config.moe_layer_freq, tuple)
-        else config.moe_layer_freq,
-        "moe_shared_expert_intermediate_size": config.shared_ffn_hidden_size or None,
+        "moe_ffn_hidden_size": config.moe.moe_ffn_hidden_size or None,
+        "moe_router_topk": config.moe.num_experts_per_token if experts else 2,
+        "moe_layer_freq": list(config.moe.moe_layer_freq)
+        if isinstance(config.moe.moe_layer_freq, tuple)
+        else config.moe.moe_layer_freq,
+        "moe_shared_expert_intermediate_size": config.moe.shared_ffn_hidden_size or None,
         "moe_grouped_gemm": bool(experts),
         **moe_args(config),
     }
     layout: dict[str, Any] = {
-        "padded_vocab_size": -(-config.vocab_size // pad) * pad,
+        "padded_vocab_size": -(-config.embedding.vocab_size // pad) * pad,
         "make_vocab_size_divisible_by": divisible_by,
         **layout_args(sizes, config.num_layers),
     }
@@ -223,27 +225,27 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         for condition, message in (family.limits if family else ())
         if evaluate(condition, config)
     ]
-    if config.position_embedding == "alibi":
+    if config.positions.position_embedding == "alibi":
         out.append("Megatron-core has no slopes of attention scores (ALiBi)")
-    if config.parallel_layers:
+    if layer_sets.parallel_layers(config):
         out.append("Megatron-core has no layer with several mixers side by side")
     if not has_steps(config):
         out.append("Megatron gives an indexer to every n-th layer, and this model to others")
-    if config.parallel_residual:
+    if config.residual.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
-    if config.gated and config.activation in ("gelu", *_TANH_GELUS):
-        out.append(f"a gated MLP with {config.activation!r} has to be set by hand in Megatron")
-    if config.rope_local_base not in (None, config.rope_base):
+    if config.mlp.gated and config.mlp.activation in ("gelu", *_TANH_GELUS):
+        out.append(f"a gated MLP with {config.mlp.activation!r} has to be set by hand in Megatron")
+    if config.positions.rope_local_base not in (None, config.positions.rope_base):
         out.append("Megatron has one rotary base, not another for layers with a window")
-    if config.attn_out_bias != config.mlp_bias:
+    if config.attention.attn_out_bias != config.mlp.mlp_bias:
         out.append(
-            f"attn_out_bias={config.attn_out_bias} with mlp_bias={config.mlp_bias}: "
+            f"attn_out_bias={config.attention.attn_out_bias} with mlp_bias={config.mlp.mlp_bias}: "
             "Megatron has both biases or neither"
         )
-    if config.mlp_bias and not config.qkv_bias:
+    if config.mlp.mlp_bias and not config.attention.qkv_bias:
         out.append("mlp_bias without qkv_bias: Megatron has both")
-    if config.rope_scaling is not None and not _is_llama3(config) and not is_yarn(config):
-        kind = config.rope_scaling.get("rope_type")
+    if config.positions.rope_scaling is not None and not _is_llama3(config) and not is_yarn(config):
+        kind = config.positions.rope_scaling.get("rope_type")
         out.append(f"rotary scaling of type {kind!r} has to be set by hand in Megatron")
     return out + block_limits(config)
 
@@ -253,7 +255,10 @@ def _is_gqa(args: Mapping[str, Any]) -> bool:
 
 
 def _is_llama3(config: ModelConfig) -> bool:
-    return config.rope_scaling is not None and config.rope_scaling.get("rope_type") == "llama3"
+    return (
+        config.positions.rope_scaling is not None
+        and config.positions.rope_scaling.get("rope_type") == "llama3"
+    )
 
 
 def _activation(args: Mapping[str, Any]) -> str:
@@ -313,20 +318,20 @@ def _encoder_decoder_args(config: ModelConfig) -> dict[str, Any]:
         return {}
     return {
         "decoder_num_layers": config.num_decoder_layers,
-        "relative_attention_num_buckets": config.relative_num_buckets,
-        "relative_attention_max_distance": config.relative_max_distance,
+        "relative_attention_num_buckets": config.positions.relative_num_buckets,
+        "relative_attention_max_distance": config.positions.relative_max_distance,
     }
 
 
 def _alibi_args(config: ModelConfig) -> dict[str, Any]:
     """An arg of our own, which Megatron has none for."""
-    is_alibi = config.position_embedding == "alibi"
-    return {"alibi_bias_max": config.alibi_bias_max} if is_alibi else {}
+    is_alibi = config.positions.position_embedding == "alibi"
+    return {"alibi_bias_max": config.positions.alibi_bias_max} if is_alibi else {}
 
 
 def _sides(config: ModelConfig) -> tuple[int, int]:
     """How many tokens before and behind its own one attends to, within a window."""
-    side = config.window_size - 1
+    side = config.window.window_size - 1
     return side, side if config.bidirectional else 0
 
 
@@ -408,43 +413,43 @@ def _yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def moe_args(config: ModelConfig) -> dict[str, Any]:
     """Args from the fields of ModelConfig that `moe_fields` reads."""
-    scaling = config.router_scaling
-    is_quick = config.gated and config.activation == "quick_gelu"
+    scaling = config.router.router_scaling
+    is_quick = config.mlp.gated and config.mlp.activation == "quick_gelu"
     out: dict[str, Any] = {
-        "moe_router_score_function": config.router_score,
-        "moe_router_pre_softmax": config.router_pre_softmax,
+        "moe_router_score_function": config.router.router_score,
+        "moe_router_pre_softmax": config.router.router_pre_softmax,
         "moe_router_topk_scaling_factor": scaling if scaling != 1 else None,
-        "moe_router_num_groups": config.router_num_groups or None,
-        "moe_router_group_topk": config.router_topk_groups or None,
-        "moe_router_enable_expert_bias": config.router_expert_bias,
-        "moe_shared_expert_gate": config.shared_expert_gate,
-        "softmax_type": "learnable" if config.attn_sinks else "vanilla",
+        "moe_router_num_groups": config.router.router_num_groups or None,
+        "moe_router_group_topk": config.router.router_topk_groups or None,
+        "moe_router_enable_expert_bias": config.router.router_expert_bias,
+        "moe_shared_expert_gate": config.moe.shared_expert_gate,
+        "softmax_type": "learnable" if config.attention.attn_sinks else "vanilla",
         "quick_geglu": is_quick,
-        "glu_linear_offset": config.glu_offset,
-        "activation_func_clamp_value": config.activation_limit or None,
-        "qk_l2_norm": config.qk_l2_norm,
-        "moe_apply_probs_on_input": config.router_scales_input,
-        "moe_router_dtype": "fp32" if config.router_fp32 else None,
-        "mtp_num_layers": config.num_mtp_layers or None,
-        "multi_latent_attention": bool(config.kv_lora_rank),
+        "glu_linear_offset": config.mlp.glu_offset,
+        "activation_func_clamp_value": config.mlp.activation_limit or None,
+        "qk_l2_norm": config.norms.qk_l2_norm,
+        "moe_apply_probs_on_input": config.router.router_scales_input,
+        "moe_router_dtype": "fp32" if config.router.router_fp32 else None,
+        "mtp_num_layers": config.mtp.num_mtp_layers or None,
+        "multi_latent_attention": bool(config.latent.kv_lora_rank),
     }
-    yarn = config.rope_scaling if is_yarn(config) else None
-    if config.kv_lora_rank:
+    yarn = config.positions.rope_scaling if is_yarn(config) else None
+    if config.latent.kv_lora_rank:
         out |= {
-            "q_lora_rank": config.q_lora_rank or None,
-            "kv_lora_rank": config.kv_lora_rank,
-            "qk_head_dim": config.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-            "v_head_dim": config.v_head_dim,
+            "q_lora_rank": config.latent.q_lora_rank or None,
+            "kv_lora_rank": config.latent.kv_lora_rank,
+            "qk_head_dim": config.latent.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": config.latent.qk_rope_head_dim,
+            "v_head_dim": config.attention.v_head_dim,
             "rope_type": "yarn" if yarn else "rope",
         }
     if yarn:
-        prefix = "" if config.kv_lora_rank else "yarn_"
+        prefix = "" if config.latent.kv_lora_rank else "yarn_"
         out |= {
             prefix + megatron_name: yarn.get(ours, default)
             for ours, megatron_name, default in _YARN
         }
-        if not config.kv_lora_rank:
+        if not config.latent.kv_lora_rank:
             absent = {f"yarn_{k}": None for k in ("mscale", "mscale_all_dim") if k not in yarn}
             out |= absent | {
                 "position_embedding_type": "yarn",
@@ -455,4 +460,5 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
 
 def is_yarn(config: ModelConfig) -> bool:
     """Whether the rotary scaling is YaRN's, which Megatron's args can express."""
-    return config.rope_scaling is not None and config.rope_scaling.get("rope_type") == "yarn"
+    positions = config.positions
+    return positions.rope_scaling is not None and positions.rope_scaling.get("rope_type") == "yarn"

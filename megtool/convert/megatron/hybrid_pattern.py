@@ -14,7 +14,7 @@ from typing import Any
 from megtool.errors import LayoutError, MappingError
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.pipeline_split import Pipeline, compact
-from megtool.spec.layer_sets import ATTENTION, HYBRID_SYMBOLS
+from megtool.spec.layer_symbols import ATTENTION, HYBRID_SYMBOLS
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 
 PATTERN = "hybrid_layer_pattern"
@@ -125,9 +125,9 @@ def pattern_of(args: Mapping[str, Any]) -> HybridPattern | None:
 
 def attention_symbol(config: ModelConfig) -> str:
     """What a pattern calls attention."""
-    if not config.kv_lora_rank:
+    if not config.latent.kv_lora_rank:
         return ATTENTION
-    return SPARSE if config.index_num_heads else LATENT
+    return SPARSE if config.indexer.index_num_heads else LATENT
 
 
 def pattern_text(symbols: Sequence[str], mtp: str, depths: int, parallel: ParallelConfig) -> str:

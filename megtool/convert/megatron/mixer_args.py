@@ -36,7 +36,8 @@ from megtool.convert.megatron.hybrid_pattern import (
 )
 from megtool.errors import MappingError
 from megtool.options.layout import ParallelConfig
-from megtool.spec.layer_sets import (
+from megtool.spec import layer_sets
+from megtool.spec.layer_symbols import (
     ATTENTION,
     DELTA_NET,
     EXPERTS,
@@ -176,31 +177,34 @@ def mixer_args(
             return block_args(config, known)
         return global_args(config) or scaled_args(config)
     out = indexer_args(config) | compressed_args(config)
-    if config.moe_latent_size:
-        out["moe_latent_size"] = config.moe_latent_size
+    if config.moe.moe_latent_size:
+        out["moe_latent_size"] = config.moe.moe_latent_size
     if kinds is None:
         gone = [k for k in (PATTERN, OLD_PATTERN, _VARIANT, _FREQ) if known.get(k)]
         return dict.fromkeys(gone) | out
     joined = "".join(kinds)
     if MAMBA in joined:
-        out |= {name: getattr(config, f) for f, name, _ in _MAMBA_SIZES}
-        if not config.mamba_norm:
+        out |= {name: config.get(f) for f, name, _ in _MAMBA_SIZES}
+        if not config.mamba.mamba_norm:
             out["rmsnorm"] = False
     if all(kind[:2] == MAMBA + ATTENTION and kind[2:] in _FEEDS for kind in kinds):
         out[_ALL_PARALLEL] = 1.0
     if KIMI_DELTA in joined:
         out[_GATES] = True
     if DELTA_NET in joined or KIMI_DELTA in joined:
-        out |= {name: getattr(config, f) for f, name, _ in _DELTA_SIZES}
+        out |= {name: config.get(f) for f, name, _ in _DELTA_SIZES}
     if SHORT_CONV in joined:
-        out |= {_CONV_SIZE: config.short_conv_taps, _CONV_BIAS: config.short_conv_bias}
+        out |= {
+            _CONV_SIZE: config.short_conv.short_conv_taps,
+            _CONV_BIAS: config.short_conv.short_conv_bias,
+        }
     if all(len(kind) == 1 for kind in kinds):
         name = OLD_PATTERN if known.get(OLD_PATTERN) and not known.get(PATTERN) else PATTERN
-        depths = config.num_mtp_layers
+        depths = config.mtp.num_mtp_layers
         layout = ParallelConfig() if name == OLD_PATTERN else parallel
         attention = attention_symbol(config)
         symbols = [kind.replace(ATTENTION, attention) for kind in kinds]
-        further = config.mtp_branches.replace(ATTENTION, attention)
+        further = layer_sets.mtp_branches(config).replace(ATTENTION, attention)
         out[name] = pattern_text(symbols, further, depths, layout)
         if known.get("is_hybrid_model") is not None or name == OLD_PATTERN:
             out["is_hybrid_model"] = True

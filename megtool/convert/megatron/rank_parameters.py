@@ -160,14 +160,14 @@ def rank_parameters(
     check_layout(config, parallel)
     tensors = joined(tensors)
     keys = [split_state(t.name)[2] for t in tensors]
-    glu = Glu(tensors, keys, config.gated)
+    glu = Glu(tensors, keys, config.mlp.gated)
     pipeline = Pipeline.of(parallel)
     second = config.num_decoder_layers
     homes = Homes(
         stages_of(keys, config.num_layers, parallel, second),
         [] if second else pipeline.chunk_of_layer(config.num_layers).tolist(),
         parallel,
-        config.tied_embeddings,
+        config.embedding.tied_embeddings,
         any(key.startswith("mtp.") for key in keys),
     )
     out: dict[RankPlace, list[Parameter]] = {}
@@ -214,14 +214,15 @@ def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> Non
     layers = t.shape[0] if rule.has_layer_axis else rule.layer + 1
     is_second = config.num_decoder_layers and t.name.startswith("decoder.")
     field = "num_decoder_layers" if is_second else "num_layers"
-    if layers > (num_layers := getattr(config, field)):
+    if layers > (num_layers := config.get(field)):
         raise LayoutError(f"there is a layer {layers - 1}, but {field}={num_layers}", tensor=t.name)
     if not rule.is_expert:
         return
     experts = t.shape[rule.has_layer_axis] if rule.has_expert_axis else rule.expert + 1
-    if experts > config.num_experts:
+    if experts > config.moe.num_experts:
         raise LayoutError(
-            f"there is an expert {experts - 1}, but num_experts={config.num_experts}", tensor=t.name
+            f"there is an expert {experts - 1}, but num_experts={config.moe.num_experts}",
+            tensor=t.name,
         )
 
 
@@ -242,7 +243,7 @@ def _cut(
         name = _layer_key(key, layer) if rule.has_layer_axis else key
         places = homes.of(key, layer, rule)
         for expert in experts if rule.is_expert else (0,):
-            ep = expert * parallel.ep // config.num_experts if rule.is_expert else 0
+            ep = expert * parallel.ep // config.moe.num_experts if rule.is_expert else 0
             for rank in range(ranks):
                 boxes = pieces[rank]
                 if rule.has_expert_axis:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -18,6 +18,7 @@ from megtool.errors import LayoutError
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.pipeline_split import Pipeline, divisors, near, split_stacks
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
@@ -123,7 +124,7 @@ def shard(
     if config is not None:
         config = with_decoder(config, tensors)
         check_layout(config, parallel)
-    fused = Glu(tensors, keys, config.gated if gated is None and config else gated)
+    fused = Glu(tensors, keys, config.mlp.gated if gated is None and config else gated)
     rules = [rule_of(key, fused(key), config) for key in keys]
     named = list(zip(tensors, rules, keys, strict=True))
     num_layers, num_experts = _counts(tensors, rules)
@@ -164,17 +165,18 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
     Raises:
         LayoutError: naming the axis, what it does not divide, and the sizes that work.
     """
+    moe = config.moe
     tp = parallel.tp
-    fits = [n for n in divisors(config.num_heads) if not _tp_fault(config, n)]
+    fits = [n for n in divisors(config.attention.num_heads) if not _tp_fault(config, n)]
     if fault := _tp_fault(config, tp):
         raise _indivisible("tp", tp, fault, fits)
-    if config.num_experts:
-        if config.num_experts % parallel.ep:
-            num_divisors = divisors(config.num_experts)
-            raise _indivisible("ep", parallel.ep, f"num_experts={config.num_experts}", num_divisors)
-        if config.moe_ffn_hidden_size % parallel.etp:
-            quantity = f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
-            raise _indivisible("etp", parallel.etp, quantity, divisors(config.moe_ffn_hidden_size))
+    if moe.num_experts:
+        if moe.num_experts % parallel.ep:
+            num_divisors = divisors(moe.num_experts)
+            raise _indivisible("ep", parallel.ep, f"num_experts={moe.num_experts}", num_divisors)
+        if moe.moe_ffn_hidden_size % parallel.etp:
+            quantity = f"moe_ffn_hidden_size={moe.moe_ffn_hidden_size}"
+            raise _indivisible("etp", parallel.etp, quantity, divisors(moe.moe_ffn_hidden_size))
     elif parallel.ep > 1:
         raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="omit --ep")
     if config.num_decoder_layers:
@@ -189,7 +191,7 @@ def with_decoder(config: ModelConfig, tensors: Sequence[GlobalTensor]) -> ModelC
     that there is a decoder beside an encoder, as those of Megatron's own T5 do."""
     if config.num_decoder_layers or not (number := _decoder_layers(tensors)):
         return config
-    return replace(config, num_decoder_layers=number)
+    return config.with_fields(num_decoder_layers=number)
 
 
 def _decoder_layers(tensors: Sequence[GlobalTensor]) -> int:
@@ -232,11 +234,11 @@ def layers_of_stage(
 
 
 _MIXER_HEADS = (
-    ("mamba_num_heads", "mamba_layers"),
-    ("mamba_num_groups", "mamba_layers"),
-    ("linear_num_key_heads", "delta_layers"),
-    ("linear_num_value_heads", "delta_layers"),
-    ("linear_num_value_heads", "kda_layers"),
+    ("mamba_num_heads", layer_sets.mamba_layers),
+    ("mamba_num_groups", layer_sets.mamba_layers),
+    ("linear_num_key_heads", layer_sets.delta_layers),
+    ("linear_num_value_heads", layer_sets.delta_layers),
+    ("linear_num_value_heads", layer_sets.kda_layers),
 )
 
 
@@ -251,27 +253,28 @@ def _tp_fault(config: ModelConfig, tp: int) -> str | None:
 
 
 def _layer_fault(config: ModelConfig, tp: int) -> str | None:
+    attention = config.attention
     for name, layers in _MIXER_HEADS:
-        if getattr(config, layers) and (heads := getattr(config, name)) % tp:
+        if layers(config) and (heads := config.get(name)) % tp:
             return f"{name}={heads}"
-    if config.conv_layers and config.hidden_size % tp:
+    if layer_sets.conv_layers(config) and config.hidden_size % tp:
         return f"hidden_size={config.hidden_size}"
-    if config.num_heads % tp:
-        return f"num_heads={config.num_heads}"
-    if config.is_compressed and config.out_groups % tp:
-        return f"out_groups={config.out_groups}"
+    if attention.num_heads % tp:
+        return f"num_heads={attention.num_heads}"
+    if config.compression.is_compressed and config.compression.out_groups % tp:
+        return f"out_groups={config.compression.out_groups}"
     # Every head has its own rows of keys and values, or there is one head on all ranks.
-    latent = bool(config.kv_lora_rank) or config.is_compressed
-    if not latent and config.num_kv_heads % tp and tp % config.num_kv_heads:
-        return f"num_kv_heads={config.num_kv_heads} (nor is it a multiple of them)"
-    heads = config.num_heads * (1 + config.attn_output_gate) + config.num_kv_heads
-    rows = heads * config.head_dim + config.num_kv_heads * config.value_size
+    latent = bool(config.latent.kv_lora_rank) or config.compression.is_compressed
+    if not latent and attention.num_kv_heads % tp and tp % attention.num_kv_heads:
+        return f"num_kv_heads={attention.num_kv_heads} (nor is it a multiple of them)"
+    heads = attention.num_heads * (1 + attention.attn_output_gate) + attention.num_kv_heads
+    rows = heads * attention.head_dim + attention.num_kv_heads * attention.value_size
     if not latent and rows % tp:
         return f"{rows} fused query, key and value rows"
-    if config.dense_layers and config.ffn_hidden_size % tp:
-        return f"ffn_hidden_size={config.ffn_hidden_size}"
-    if config.shared_ffn_hidden_size % tp:
-        return f"shared_ffn_hidden_size={config.shared_ffn_hidden_size}"
+    if layer_sets.dense_layers(config) and config.mlp.ffn_hidden_size % tp:
+        return f"ffn_hidden_size={config.mlp.ffn_hidden_size}"
+    if config.moe.shared_ffn_hidden_size % tp:
+        return f"shared_ffn_hidden_size={config.moe.shared_ffn_hidden_size}"
     return None
 
 

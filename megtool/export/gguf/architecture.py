@@ -21,6 +21,7 @@ from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.convert.language.mapping import Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.block_encoder import Change
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 Limit = tuple[Callable[[ModelConfig], bool], str]
@@ -67,13 +68,13 @@ class Architecture:
 
 
 def _is_partly_moe(c: ModelConfig) -> bool:
-    return len(c.moe_layers) != c.num_layers
+    return len(layer_sets.moe_layers(c)) != c.num_layers
 
 
 def list_windows(c: ModelConfig) -> tuple[bool, ...]:
     """Which layers have a window."""
-    flags = skip_flags(c.window_skip_freq, c.num_layers)
-    return tuple(bool(c.window_size and flag) for flag in flags)
+    flags = skip_flags(c.window.window_skip_freq, c.num_layers)
+    return tuple(bool(c.window.window_size and flag) for flag in flags)
 
 
 def differs_from_every(n: int) -> Callable[[ModelConfig], bool]:
@@ -84,59 +85,61 @@ def differs_from_every(n: int) -> Callable[[ModelConfig], bool]:
 def lacks_rope_elsewhere(every: int) -> Callable[[ModelConfig], bool]:
     """Other layers than each n-th are without rotary embedding."""
     return lambda c: (
-        tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
+        tuple(map(bool, c.positions.no_rope_layers or [0] * c.num_layers))
         != tuple((i + 1) % every == 0 for i in range(c.num_layers))
     )
 
 
 EXACT_GELU: Limit = (
-    lambda c: c.activation == "gelu",
+    lambda c: c.mlp.activation == "gelu",
     "llama.cpp approximates GELU by tanh, and the model's is exact (hidden_activation)",
 )
 IGNORES_WINDOW: Limit = (
-    lambda c: bool(c.window_size),
+    lambda c: bool(c.window.window_size),
     "llama.cpp attends to all tokens, the model to a sliding window",
 )
 PARTLY_MOE: Limit = (_is_partly_moe, "llama.cpp has experts in every layer, the model in some")
 NORMALIZED: Limit = (
-    lambda c: not c.router_pre_softmax,
+    lambda c: not c.router.router_pre_softmax,
     "llama.cpp does not bring the chosen experts' shares to one (norm_topk_prob)",
 )
 UNNORMALIZED: Limit = (
-    lambda c: c.router_pre_softmax,
+    lambda c: c.router.router_pre_softmax,
     "llama.cpp brings the chosen experts' shares to one (norm_topk_prob)",
 )
 SWITCHES: Mapping[str, Limit] = {
     "no_rope": (
-        lambda c: c.no_rope_layers is not None or c.position_embedding == "none",
+        lambda c: (
+            c.positions.no_rope_layers is not None or c.positions.position_embedding == "none"
+        ),
         "layers without rotary embedding",
     ),
-    "sinks": (lambda c: c.attn_sinks, "attention sinks"),
-    "gate": (lambda c: c.attn_output_gate, "a gate on the output of attention"),
-    "residual_scale": (lambda c: c.residual_scale != 1, "scaled residuals"),
-    "groups": (lambda c: c.router_num_groups > 1, "groups of experts"),
+    "sinks": (lambda c: c.attention.attn_sinks, "attention sinks"),
+    "gate": (lambda c: c.attention.attn_output_gate, "a gate on the output of attention"),
+    "residual_scale": (lambda c: c.residual.residual_scale != 1, "scaled residuals"),
+    "groups": (lambda c: c.router.router_num_groups > 1, "groups of experts"),
 }
 SCALED_SHARES: Limit = (
-    lambda c: c.router_scaling != 1,
+    lambda c: c.router.router_scaling != 1,
     "llama.cpp does not multiply the shares of experts (routed_scaling_factor)",
 )
-SCALED_LOGITS: Limit = (lambda c: c.logit_scale != 1, "scaled logits")
+SCALED_LOGITS: Limit = (lambda c: c.head.logit_scale != 1, "scaled logits")
 
 
 OTHER_HEADS: Limit = (
-    lambda c: c.num_heads * c.head_dim != c.hidden_size,
+    lambda c: c.attention.num_heads * c.attention.head_dim != c.hidden_size,
     "llama.cpp has heads of hidden_size / num_heads elements",
 )
 UNTIED: Limit = (
-    lambda c: not c.tied_embeddings,
+    lambda c: not c.embedding.tied_embeddings,
     "llama.cpp has no output matrix beside the embedding",
 )
 BIASED: Limit = (
-    lambda c: c.qkv_bias or c.attn_out_bias or c.mlp_bias,
+    lambda c: c.attention.qkv_bias or c.attention.attn_out_bias or c.mlp.mlp_bias,
     "llama.cpp has no biases",
 )
 BIASED_OUTPUTS: Limit = (
-    lambda c: c.attn_out_bias or c.mlp_bias,
+    lambda c: c.attention.attn_out_bias or c.mlp.mlp_bias,
     "llama.cpp has biases of queries, keys and values alone",
 )
 Choice = Callable[[Family, ModelConfig], Architecture]
@@ -155,8 +158,8 @@ def written(
 
 
 def _dense_then_moe(c: ModelConfig) -> bool:
-    first = min(c.moe_layers, default=c.num_layers)
-    return c.moe_layers != frozenset(range(first, c.num_layers))
+    first = min(layer_sets.moe_layers(c), default=c.num_layers)
+    return layer_sets.moe_layers(c) != frozenset(range(first, c.num_layers))
 
 
 MIXED_LAYERS: Limit = (
@@ -164,7 +167,7 @@ MIXED_LAYERS: Limit = (
     "llama.cpp has experts in all layers but the first ones, the model in others",
 )
 GROUPED: Limit = (
-    lambda c: c.num_kv_heads != c.num_heads,
+    lambda c: c.attention.num_kv_heads != c.attention.num_heads,
     "llama.cpp has as many heads of keys as of queries",
 )
 
@@ -172,21 +175,21 @@ GROUPED: Limit = (
 def expert_keys(c: ModelConfig) -> dict[str, Any]:
     """How experts are chosen and weighted."""
     out: dict[str, Any] = {
-        "expert_gating_func": SIGMOID if c.router_score == "sigmoid" else _SOFTMAX,
-        "expert_weights_scale": float(c.router_scaling),
-        "expert_weights_norm": not c.router_pre_softmax,
-        "leading_dense_block_count": min(c.moe_layers, default=c.num_layers),
+        "expert_gating_func": SIGMOID if c.router.router_score == "sigmoid" else _SOFTMAX,
+        "expert_weights_scale": float(c.router.router_scaling),
+        "expert_weights_norm": not c.router.router_pre_softmax,
+        "leading_dense_block_count": min(layer_sets.moe_layers(c), default=c.num_layers),
     }
-    if c.moe_ffn_hidden_size:
-        out["expert_shared_count"] = c.shared_ffn_hidden_size // c.moe_ffn_hidden_size
+    if c.moe.moe_ffn_hidden_size:
+        out["expert_shared_count"] = c.moe.shared_ffn_hidden_size // c.moe.moe_ffn_hidden_size
     return out
 
 
 def group_keys(c: ModelConfig) -> dict[str, Any]:
     """Groups of experts, of which the best are looked at."""
     return expert_keys(c) | {
-        "expert_group_count": max(1, c.router_num_groups),
-        "expert_group_used_count": max(1, c.router_topk_groups),
+        "expert_group_count": max(1, c.router.router_num_groups),
+        "expert_group_used_count": max(1, c.router.router_topk_groups),
     }
 
 
@@ -206,16 +209,17 @@ def standing_pairs(c: ModelConfig, default: tuple[int, ...]) -> int:
     llama.cpp turns them by a fourth position, which is 0 in text.
     """
     sections = list_sections(c, default)
-    pairs = range(int(c.head_dim * c.rotary_percent) // 2)
+    pairs = range(int(c.attention.head_dim * c.positions.rotary_percent) // 2)
     return sum(pair >= 3 * sections[pair % 3] for pair in pairs)
 
 
 def granite_keys(c: ModelConfig) -> dict[str, Any]:
     """Multipliers; llama.cpp divides logits by theirs."""
-    scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
+    attention = c.attention
+    scale = attention.head_dim**-0.5 if attention.softmax_scale is None else attention.softmax_scale
     return {
-        "embedding_scale": float(c.embedding_scale),
-        "residual_scale": float(c.residual_scale),
+        "embedding_scale": float(c.embedding.embedding_scale),
+        "residual_scale": float(c.residual.residual_scale),
         "attention.scale": float(scale),
-        "logit_scale": 1 / float(c.logit_scale),
+        "logit_scale": 1 / float(c.head.logit_scale),
     }

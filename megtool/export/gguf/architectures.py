@@ -41,12 +41,16 @@ from megtool.export.gguf.expert_architectures import MOES
 from megtool.export.gguf.gemma_architectures import GEMMAS
 from megtool.export.gguf.hybrid_architectures import HYBRIDS
 from megtool.export.gguf.latent_architectures import LATENTS
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
-_TIED: Limit = (lambda c: c.tied_embeddings, "llama.cpp has an output matrix beside the embedding")
+_TIED: Limit = (
+    lambda c: c.embedding.tied_embeddings,
+    "llama.cpp has an output matrix beside the embedding",
+)
 
 _NORMED_HEADS: Limit = (
-    lambda c: c.qk_norm != (c.num_layers >= 64),
+    lambda c: c.norms.qk_norm != (c.num_layers >= 64),
     "llama.cpp normalizes queries and keys in models of 64 layers and more, and in no others",
 )
 
@@ -75,7 +79,7 @@ def _of_table(
 
 def _rotates_elsewhere(c: ModelConfig) -> bool:
     """Other layers than those with a window have rotary embedding."""
-    without = tuple(map(bool, c.no_rope_layers or [0] * c.num_layers))
+    without = tuple(map(bool, c.positions.no_rope_layers or [0] * c.num_layers))
     return tuple(not w for w in list_windows(c)) != without
 
 
@@ -87,11 +91,11 @@ _SCATTERED_ROPE: Limit = (
 
 def _temperature_keys(c: ModelConfig) -> dict[str, Any]:
     """By what queries are scaled as positions grow."""
-    if not c.attn_temperature_scale:
+    if not c.attention.attn_temperature_scale:
         return {}
     return {
-        "attention.temperature_scale": float(c.attn_temperature_scale),
-        "attention.temperature_length": c.attn_temperature_floor,
+        "attention.temperature_scale": float(c.attention.attn_temperature_scale),
+        "attention.temperature_length": c.attention.attn_temperature_floor,
     }
 
 
@@ -100,12 +104,12 @@ def _unequal_keys(c: ModelConfig) -> dict[str, Any]:
     layers = [c.at_layer(i) for i in range(c.num_layers)]
 
     def of(name: str, having: frozenset[int]) -> list[int]:
-        return [getattr(x, name) * (i in having) for i, x in enumerate(layers)]
+        return [x.get(name) * (i in having) for i, x in enumerate(layers)]
 
     return {
-        "attention.head_count": of("num_heads", c.attn_layers),
-        "attention.head_count_kv": of("num_kv_heads", c.attn_layers),
-        "feed_forward_length": of("ffn_hidden_size", c.dense_layers),
+        "attention.head_count": of("num_heads", layer_sets.attn_layers(c)),
+        "attention.head_count_kv": of("num_kv_heads", layer_sets.attn_layers(c)),
+        "feed_forward_length": of("ffn_hidden_size", layer_sets.dense_layers(c)),
     }
 
 
@@ -132,11 +136,11 @@ def _vision_keys(c: ModelConfig) -> dict[str, Any]:
 
 
 _OTHER_PERIOD: Limit = (
-    lambda c: bool(c.window_size) and differs_from_every(4)(c),
+    lambda c: bool(c.window.window_size) and differs_from_every(4)(c),
     "llama.cpp has a window in all but every fourth layer",
 )
 _OTHER_BASE: Limit = (
-    lambda c: c.rope_local_base not in (None, c.rope_base),
+    lambda c: c.positions.rope_local_base not in (None, c.positions.rope_base),
     "llama.cpp turns by one rope_theta in all layers",
 )
 
@@ -147,21 +151,21 @@ def _window_keys(c: ModelConfig) -> dict[str, Any]:
 
 
 _STEEPER: Limit = (
-    lambda c: c.alibi_bias_max != 8,
+    lambda c: c.positions.alibi_bias_max != 8,
     "llama.cpp has slopes of one over two to at most 8 (alibi_bias_max)",
 )
 
 
 def _no_sinks(c: ModelConfig) -> dict[str, NDArray[np.float32]]:
     """Sinks that get no share of what is attended to: exp(-1e30) is 0."""
-    sinks = np.full(c.num_heads, -1e30, np.float32)
+    sinks = np.full(c.attention.num_heads, -1e30, np.float32)
     return {f"blk.{i}.attn_sinks.weight": sinks for i in range(c.num_layers)}
 
 
 def _windowed_llama(_: Family, c: ModelConfig) -> Architecture:
     """Llama with windows in some layers, as a Granite that has them, whose multipliers are one and
     whose sinks do nothing: `llama` itself has no windows."""
-    if not c.window_size:
+    if not c.window.window_size:
         return _ARCHITECTURES["llama"](family("llama"), c)
     return written(
         "granite_swa",
@@ -179,11 +183,11 @@ def _windowed_llama(_: Family, c: ModelConfig) -> Architecture:
 def _swash_keys(c: ModelConfig) -> dict[str, Any]:
     """Multipliers, which layers have a window, and which turn."""
     out = granite_keys(c) | {"attention.sliding_window_pattern": list(list_windows(c))}
-    if c.num_experts:
-        out |= {"feed_forward_length": c.moe_ffn_hidden_size}
-    if c.no_rope_layers is None:
+    if c.moe.num_experts:
+        out |= {"feed_forward_length": c.moe.moe_ffn_hidden_size}
+    if c.positions.no_rope_layers is None:
         return out
-    return out | {"attention.rope_pattern": [not flag for flag in c.no_rope_layers]}
+    return out | {"attention.rope_pattern": [not flag for flag in c.positions.no_rope_layers]}
 
 
 _SHARED = "layers.{l}.mlp.shared."
@@ -206,7 +210,7 @@ _GRANITE_SWASH = written(
     runs=("sinks", "residual_scale", "no_rope"),
     keys=_swash_keys,
     limits=(
-        (lambda c: not c.window_size, "llama.cpp has a window in some layers"),
+        (lambda c: not c.window.window_size, "llama.cpp has a window in some layers"),
         _OTHER_BASE,
     ),
 )
@@ -238,14 +242,14 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         runs=("no_rope",),
         limits=(
             (
-                lambda c: bool(c.window_size) != (c.num_layers == 64),
+                lambda c: bool(c.window.window_size) != (c.num_layers == 64),
                 "llama.cpp has windows in models of 64 layers and in no others",
             ),
             (
-                lambda c: bool(c.window_size) and differs_from_every(4)(c),
+                lambda c: bool(c.window.window_size) and differs_from_every(4)(c),
                 "llama.cpp has a window in all but every fourth layer",
             ),
-            (lambda c: bool(c.window_size) and _rotates_elsewhere(c), _SCATTERED_ROPE[1]),
+            (lambda c: bool(c.window.window_size) and _rotates_elsewhere(c), _SCATTERED_ROPE[1]),
         ),
     ),
     "cohere2": written(
@@ -328,7 +332,7 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         keys=_unequal_keys,
         limits=(
             (
-                lambda c: not c.attn_layers <= c.dense_layers,
+                lambda c: not layer_sets.attn_layers(c) <= layer_sets.dense_layers(c),
                 "llama.cpp has no layers of attention without an MLP",
             ),
         ),
@@ -338,7 +342,7 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         tables.NORMS,
         tables.FUSED_ATTENTION,
         tables.MLP,
-        keys=lambda c: {"use_parallel_residual": c.parallel_residual},
+        keys=lambda c: {"use_parallel_residual": c.residual.parallel_residual},
         limits=(_TIED,),
         oddities=(EXACT_GELU,),
     ),
@@ -365,7 +369,7 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         limits=(
             BIASED,
             (
-                lambda c: not c.parallel_residual,
+                lambda c: not c.residual.parallel_residual,
                 "llama.cpp has attention and MLP in parallel, the model one after the other",
             ),
         ),
@@ -406,7 +410,7 @@ _ARCHITECTURES: Mapping[str, Choice] = {
         tables.NORMS,
         tables.FUSED_ATTENTION,
         tables.MLP,
-        keys=lambda c: {"attention.max_alibi_bias": float(c.alibi_bias_max)},
+        keys=lambda c: {"attention.max_alibi_bias": float(c.positions.alibi_bias_max)},
         oddities=(EXACT_GELU,),
     ),
     "gpt_bigcode": written(
@@ -439,7 +443,7 @@ def find_architecture(model: Family, config: ModelConfig) -> Architecture:
     Raises:
         MappingError: it has no name for it here, or would compute something else.
     """
-    if config.num_labels:
+    if config.head.num_labels:
         raise MappingError(
             "the model scores labels, and is not exported to GGUF",
             hint="--to hf writes a folder, which vLLM and transformers load",

@@ -11,8 +11,8 @@ from typing import Any
 from megtool.convert.language.mapping import Cat, Row, Table
 from megtool.export.gguf import tables
 from megtool.export.gguf.architecture import Choice, Limit, written
-from megtool.spec.checks import OVERLAP_RATIO
 from megtool.spec.model_config import ModelConfig
+from megtool.spec.sparse_attention import OVERLAP_RATIO
 
 _L, _B = "layers.{l}.", "blk.{l}."
 _A, _I = _L + "attn.", _L + "attn.index_"
@@ -67,45 +67,45 @@ _TABLES: Table = (Row(_B + "ffn_gate_tid2eid.weight", _L + "mlp.router.experts_o
 
 def _keys(c: ModelConfig) -> dict[str, Any]:
     return {
-        "attention.q_lora_rank": c.q_lora_rank,
-        "attention.output_lora_rank": c.out_lora_rank,
-        "attention.output_group_count": c.out_groups,
-        "attention.compress_ratios": list(c.compress_ratios or ()),
-        "attention.compress_rope_freq_base": float(c.compress_rope_base),
-        "attention.indexer.head_count": c.index_num_heads,
-        "attention.indexer.key_length": c.index_head_dim,
-        "attention.indexer.top_k": c.index_topk,
+        "attention.q_lora_rank": c.latent.q_lora_rank,
+        "attention.output_lora_rank": c.compression.out_lora_rank,
+        "attention.output_group_count": c.compression.out_groups,
+        "attention.compress_ratios": list(c.compression.compress_ratios or ()),
+        "attention.compress_rope_freq_base": float(c.compression.compress_rope_base),
+        "attention.indexer.head_count": c.indexer.index_num_heads,
+        "attention.indexer.key_length": c.indexer.index_head_dim,
+        "attention.indexer.top_k": c.indexer.index_topk,
         "expert_gating_func": _SQRT_SOFTPLUS,
-        "expert_weights_scale": float(c.router_scaling),
+        "expert_weights_scale": float(c.router.router_scaling),
         "expert_weights_norm": True,
-        "expert_shared_count": c.shared_ffn_hidden_size // c.moe_ffn_hidden_size,
-        "hash_layer_count": c.num_hash_layers,
-        "swiglu_clamp_exp": [float(c.activation_limit)] * c.num_layers,
-        "hyper_connection.count": c.hyper_streams,
-        "hyper_connection.sinkhorn_iterations": c.hyper_iterations,
-        "hyper_connection.epsilon": float(c.hyper_eps),
+        "expert_shared_count": c.moe.shared_ffn_hidden_size // c.moe.moe_ffn_hidden_size,
+        "hash_layer_count": c.router.num_hash_layers,
+        "swiglu_clamp_exp": [float(c.mlp.activation_limit)] * c.num_layers,
+        "hyper_connection.count": c.residual.hyper_streams,
+        "hyper_connection.sinkhorn_iterations": c.residual.hyper_iterations,
+        "hyper_connection.epsilon": float(c.residual.hyper_eps),
     }
 
 
 _LIMITS: tuple[Limit, ...] = (
     (
-        lambda c: c.hyper_streams != _STREAMS,
+        lambda c: c.residual.hyper_streams != _STREAMS,
         f"llama.cpp has {_STREAMS} residuals side by side (hc_mult)",
     ),
     (
-        lambda c: bool(set(c.compress_ratios or ()) - set(_RATIOS)),
+        lambda c: bool(set(c.compression.compress_ratios or ()) - set(_RATIOS)),
         f"llama.cpp compresses {_RATIOS[1]} or {_RATIOS[2]} tokens to a key (compress_ratios)",
     ),
     (
-        lambda c: c.tied_embeddings,
+        lambda c: c.embedding.tied_embeddings,
         "llama.cpp has an output matrix beside the embedding",
     ),
     (
-        lambda c: c.index_head_dim % 64 != 0,
+        lambda c: c.indexer.index_head_dim % 64 != 0,
         "llama.cpp has heads of indexers of a multiple of 64 elements",
     ),
     (
-        lambda c: c.index_head_dim == c.head_dim,
+        lambda c: c.indexer.index_head_dim == c.attention.head_dim,
         "llama.cpp ends where heads of indexers are as large as others (index_head_dim)",
     ),
 )

@@ -28,13 +28,14 @@ from megtool.export.gguf.architecture import (
     list_windows,
     written,
 )
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
 def _glm_moe_keys(c: ModelConfig) -> dict[str, Any]:
     """Layers of multi-token prediction are counted as layers."""
-    out = expert_keys(c) | {"block_count": c.num_layers + c.num_mtp_layers}
-    return out | ({"nextn_predict_layers": c.num_mtp_layers} if c.num_mtp_layers else {})
+    out = expert_keys(c) | {"block_count": c.num_layers + c.mtp.num_mtp_layers}
+    return out | ({"nextn_predict_layers": c.mtp.num_mtp_layers} if c.mtp.num_mtp_layers else {})
 
 
 def _ernie_keys(c: ModelConfig) -> dict[str, Any]:
@@ -44,13 +45,13 @@ def _ernie_keys(c: ModelConfig) -> dict[str, Any]:
 
 def _llama_4_keys(c: ModelConfig) -> dict[str, Any]:
     """Which layers have experts, by a step."""
-    first = min(c.moe_layers, default=c.num_layers) + 1
+    first = min(layer_sets.moe_layers(c), default=c.num_layers) + 1
     return {"interleave_moe_layer_step": first, "expert_gating_func": SIGMOID}
 
 
 def _ling_keys(c: ModelConfig) -> dict[str, Any]:
     """The size of one shared expert, which is multiplied by their number."""
-    return group_keys(c) | {"expert_shared_feed_forward_length": c.moe_ffn_hidden_size}
+    return group_keys(c) | {"expert_shared_feed_forward_length": c.moe.moe_ffn_hidden_size}
 
 
 def _exaone_keys(c: ModelConfig) -> dict[str, Any]:
@@ -62,31 +63,33 @@ def _mimo_keys(c: ModelConfig) -> dict[str, Any]:
     """Heads of keys and values by layer, which layers have a window, the multiplier of values."""
     layers = range(c.num_layers)
     return expert_keys(c) | {
-        "attention.head_count_kv": [c.at_layer(i).num_kv_heads for i in layers],
-        "attention.sliding_window_pattern": [c.has_window(i) for i in layers],
-        "attention.value_scale": float(c.attn_value_scale),
+        "attention.head_count_kv": [c.at_layer(i).attention.num_kv_heads for i in layers],
+        "attention.sliding_window_pattern": [c.window.has_window(i) for i in layers],
+        "attention.value_scale": float(c.attention.attn_value_scale),
     }
 
 
 def _is_stepped(c: ModelConfig) -> bool:
-    step = min(c.moe_layers, default=0) + 1
-    return c.moe_layers != frozenset(range(step - 1, c.num_layers, step))
+    step = min(layer_sets.moe_layers(c), default=0) + 1
+    return layer_sets.moe_layers(c) != frozenset(range(step - 1, c.num_layers, step))
 
 
 _LLAMA_4_LIMITS: tuple[Limit, ...] = (
     (_is_stepped, "llama.cpp has experts in every n-th layer, the model in others"),
     (lacks_rope_elsewhere(4), "llama.cpp has no rotary embedding in every fourth layer"),
-    (lambda c: c.attn_chunk_size != 8192, "llama.cpp attends within chunks of 8192 tokens"),
+    (lambda c: c.window.attn_chunk_size != 8192, "llama.cpp attends within chunks of 8192 tokens"),
     (
-        lambda c: (c.attn_temperature_floor, c.attn_temperature_scale) != (8192, 0.1),
+        lambda c: (
+            (c.attention.attn_temperature_floor, c.attention.attn_temperature_scale) != (8192, 0.1)
+        ),
         "llama.cpp scales queries by 0.1 times a logarithm of every 8192 tokens",
     ),
     (
-        lambda c: c.qk_l2_norm != (c.num_experts != 128),
+        lambda c: c.norms.qk_l2_norm != (c.moe.num_experts != 128),
         "llama.cpp normalizes queries and keys in models of other than 128 experts",
     ),
     (
-        lambda c: c.shared_ffn_hidden_size != c.moe_ffn_hidden_size,
+        lambda c: c.moe.shared_ffn_hidden_size != c.moe.moe_ffn_hidden_size,
         "llama.cpp has a shared expert of the size of the others",
     ),
     BIASED,
@@ -134,13 +137,13 @@ MOES: Mapping[str, Choice] = {
         limits=(
             (differs_from_every(2), "llama.cpp has a window in every second layer"),
             (
-                lambda c: c.activation_limit != 7,
+                lambda c: c.mlp.activation_limit != 7,
                 "llama.cpp limits what experts activate to 7 (swiglu_limit)",
             ),
         ),
         oddities=(
             (
-                lambda c: (c.rope_scaling or {}).get("truncate") is False,
+                lambda c: (c.positions.rope_scaling or {}).get("truncate") is False,
                 "llama.cpp rounds the range of YaRN's ramp to whole frequencies",
             ),
         ),
@@ -211,7 +214,7 @@ MOES: Mapping[str, Choice] = {
             (differs_from_every(4), "llama.cpp has a window in all but every fourth layer"),
             (lacks_rope_elsewhere(4), "llama.cpp has no rotary embedding in every fourth layer"),
             (
-                lambda c: c.embedding_scale != c.hidden_size**0.5,
+                lambda c: c.embedding.embedding_scale != c.hidden_size**0.5,
                 "llama.cpp multiplies embeddings by sqrt(hidden_size) (mup_enabled)",
             ),
         ),
@@ -228,8 +231,8 @@ MOES: Mapping[str, Choice] = {
         limits=(
             BIASED,
             SCALED_SHARES,
-            (lambda c: not c.window_size, "llama.cpp has a window in some layers"),
-            (lambda c: not c.num_experts, "llama.cpp has experts"),
+            (lambda c: not c.window.window_size, "llama.cpp has a window in some layers"),
+            (lambda c: not c.moe.num_experts, "llama.cpp has experts"),
         ),
     ),
     "hunyuan_v1_moe": written(

@@ -207,22 +207,22 @@ def assign_types(
     ordered = sorted(shapes, key=lambda n: (int(m[1]) if (m := _NUMBER.match(n)) else -1, n))
     categories = {n: "" if _is_small(n, shapes[n]) else _find_category(n) for n in ordered}
     counts = Counter(categories.values())
-    counts["down"] = config.num_layers + config.num_mtp_layers
+    counts["down"] = config.num_layers + config.mtp.num_mtp_layers
     seen: Counter[str] = Counter()
     chosen, forced = {}, {}
     for name in ordered:
         category, index = categories[name], seen[categories[name]]
-        if category == "down" and config.num_experts and (number := _NUMBER.match(name)):
+        if category == "down" and config.moe.num_experts and (number := _NUMBER.match(name)):
             index = int(number[1])
         seen[category] += 1
         position = _Position(
             index=index,
             count=counts[category],
-            gqa=config.num_heads // max(config.num_kv_heads, 1),
-            num_experts=config.num_experts,
+            gqa=config.attention.num_heads // max(config.attention.num_kv_heads, 1),
+            num_experts=config.moe.num_experts,
             is_falcon=architecture == "falcon",
             is_70b=config.num_layers == _LARGE.get(architecture)
-            and config.num_heads != config.num_kv_heads,
+            and config.attention.num_heads != config.attention.num_kv_heads,
             has_importance=has_importance,
         )
         is_head = name == _HEAD or (_HEAD not in shapes and name in _EMBEDDINGS)

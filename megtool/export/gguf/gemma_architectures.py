@@ -18,6 +18,7 @@ from megtool.export.gguf.architecture import (
     list_windows,
     written,
 )
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _GEMMA: Table = (
@@ -55,15 +56,18 @@ def _has_other_scale(deep: int) -> Callable[[ModelConfig], bool]:
     which it knows by its `deep` layers, else by head_dim."""
 
     def differs(c: ModelConfig) -> bool:
-        size = c.hidden_size // c.num_heads if c.num_layers == deep else c.head_dim
-        scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
+        attention = c.attention
+        size = c.hidden_size // attention.num_heads if c.num_layers == deep else attention.head_dim
+        scale = (
+            attention.head_dim**-0.5 if attention.softmax_scale is None else attention.softmax_scale
+        )
         return not math.isclose(scale, size**-0.5, rel_tol=1e-6)
 
     return differs
 
 
 _UNCAPPED: Limit = (
-    lambda c: not c.attn_softcap or not c.logit_softcap,
+    lambda c: not c.attention.attn_softcap or not c.head.logit_softcap,
     "llama.cpp caps scores at 50 and logits at 30 where a file gives no cap, and none means no cap",
 )
 
@@ -106,7 +110,7 @@ _GEMMA_4: Table = (
 
 
 def _by_layer(c: ModelConfig, name: str) -> list[int]:
-    return [getattr(c.at_layer(i), name) for i in range(c.num_layers)]
+    return [c.at_layer(i).get(name) for i in range(c.num_layers)]
 
 
 def _sizes_of(c: ModelConfig, name: str, *, with_window: bool) -> list[int]:
@@ -118,7 +122,7 @@ def _sizes_of(c: ModelConfig, name: str, *, with_window: bool) -> list[int]:
 def _gemma_4_keys(c: ModelConfig) -> dict[str, Any]:
     """Sizes of heads with and without a window; which layers have keys of their own."""
     full, windowed = (
-        _sizes_of(c, "head_dim", with_window=w) or [c.head_dim] for w in (False, True)
+        _sizes_of(c, "head_dim", with_window=w) or [c.attention.head_dim] for w in (False, True)
     )
     return {
         "attention.key_length": full[0],
@@ -130,15 +134,15 @@ def _gemma_4_keys(c: ModelConfig) -> dict[str, Any]:
         "attention.head_count_kv": _by_layer(c, "num_kv_heads"),
         "feed_forward_length": _by_layer(c, "ffn_hidden_size"),
         "attention.sliding_window_pattern": list(list_windows(c)),
-        "attention.shared_kv_layers": len(c.shared_kv_layers),
-        "embedding_length_per_layer_input": c.layer_input_size,
+        "attention.shared_kv_layers": len(layer_sets.shared_kv_layers(c)),
+        "embedding_length_per_layer_input": c.residual.layer_input_size,
     }
 
 
 def _shares_elsewhere(c: ModelConfig) -> bool:
     """Other layers than the last ones attend to keys and values of an earlier one."""
-    count = len(c.shared_kv_layers)
-    return c.shared_kv_layers != frozenset(range(c.num_layers - count, c.num_layers))
+    count = len(layer_sets.shared_kv_layers(c))
+    return layer_sets.shared_kv_layers(c) != frozenset(range(c.num_layers - count, c.num_layers))
 
 
 def _has_unequal_heads(c: ModelConfig) -> bool:
@@ -168,7 +172,7 @@ GEMMAS: Mapping[str, Choice] = {
         _GEMMA_3,
         (differs_from_every(6), "llama.cpp has a window in all but every sixth layer"),
         (_has_other_scale(62), _ATTENTION_SCALE),
-        (lambda c: bool(c.logit_softcap), "llama.cpp has no soft cap on the logits"),
+        (lambda c: bool(c.head.logit_softcap), "llama.cpp has no soft cap on the logits"),
         has_window=True,
     ),
     "gemma4": written(

@@ -25,18 +25,19 @@ from megtool.export.gguf.architecture import (
     written,
 )
 from megtool.export.gguf.block_encoder import DECAY, Change
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _LIMITED_STEPS: Limit = (
-    lambda c: c.mamba_step_limit is not None,
+    lambda c: c.mamba.mamba_step_limit is not None,
     "llama.cpp does not keep the steps (dt) of Mamba-2 within time_step_limit",
 )
 _NORM_BEFORE_GATE: Limit = (
-    lambda c: c.mamba_norm and c.mamba_norm_first,
+    lambda c: c.mamba.mamba_norm and c.mamba.mamba_norm_first,
     "llama.cpp normalizes what Mamba-2 makes after its gate, the model before",
 )
 _OTHER_VALUES: Limit = (
-    lambda c: c.linear_key_head_dim != c.linear_value_head_dim,
+    lambda c: c.delta.linear_key_head_dim != c.delta.linear_value_head_dim,
     "llama.cpp has value heads of gated delta nets of the size of key heads",
 )
 
@@ -49,11 +50,11 @@ def _num_branches(c: ModelConfig) -> int:
 def _mamba_keys(c: ModelConfig) -> dict[str, Any]:
     """The sizes of Mamba-2."""
     return {
-        "ssm.conv_kernel": c.mamba_conv_kernel,
-        "ssm.state_size": c.mamba_state_dim,
-        "ssm.group_count": c.mamba_num_groups,
-        "ssm.inner_size": c.mamba_num_heads * c.mamba_head_dim,
-        "ssm.time_step_rank": c.mamba_num_heads,
+        "ssm.conv_kernel": c.mamba.mamba_conv_kernel,
+        "ssm.state_size": c.mamba.mamba_state_dim,
+        "ssm.group_count": c.mamba.mamba_num_groups,
+        "ssm.inner_size": c.mamba.mamba_num_heads * c.mamba.mamba_head_dim,
+        "ssm.time_step_rank": c.mamba.mamba_num_heads,
     }
 
 
@@ -64,18 +65,21 @@ def _mamba_changes(_: ModelConfig) -> Mapping[str, Change]:
 def _branch_keys(c: ModelConfig) -> dict[str, Any]:
     """Mamba-2 in layers without heads of keys; whether others have rotary embedding."""
     n = _num_branches(c)
-    kv = [c.num_kv_heads * (i in c.attn_layers) for i in range(0, c.num_layers, n)]
+    kv = [
+        c.attention.num_kv_heads * (i in layer_sets.attn_layers(c))
+        for i in range(0, c.num_layers, n)
+    ]
     return _mamba_keys(c) | {
         "block_count": c.num_layers // n,
         "attention.head_count_kv": kv,
-        "rope.scaling.finetuned": c.position_embedding == "rope",
+        "rope.scaling.finetuned": c.positions.position_embedding == "rope",
     }
 
 
 def _granite_hybrid(_: Family, c: ModelConfig) -> Architecture:
     """Granite 4, which llama.cpp calls as it does Granite 3 where no layer is of Mamba-2."""
     known: dict[str, Any] = {
-        "rope.scaling.finetuned": c.position_embedding == "rope",
+        "rope.scaling.finetuned": c.positions.position_embedding == "rope",
         "block_count": c.num_layers // _num_branches(c),
     }
     common: dict[str, Any] = {
@@ -84,8 +88,8 @@ def _granite_hybrid(_: Family, c: ModelConfig) -> Architecture:
         "limits": (_MIXED_FEEDS, UNNORMALIZED),
     }
     parts = (tables.NORMS, tables.PAIRED_ATTENTION, tables.MLP, tables.EXPERTS)
-    if not c.mamba_layers:
-        name = "granitemoe" if c.num_experts else "granite"
+    if not layer_sets.mamba_layers(c):
+        name = "granitemoe" if c.moe.num_experts else "granite"
         return written(
             name,
             *map(in_branches, parts),
@@ -103,28 +107,30 @@ def _granite_hybrid(_: Family, c: ModelConfig) -> Architecture:
 
 
 _MIXED_FEEDS: Limit = (
-    lambda c: bool(c.moe_layers and c.dense_layers),
+    lambda c: bool(layer_sets.moe_layers(c) and layer_sets.dense_layers(c)),
     "llama.cpp has experts in all layers or in none",
 )
 
 
 def _nemotron_keys(c: ModelConfig) -> dict[str, Any]:
     """What is in a layer, by sizes that are 0 in the others."""
-    size = c.moe_ffn_hidden_size if c.num_experts else c.ffn_hidden_size
-    feeds = c.dense_layers | c.moe_layers
+    size = c.moe.moe_ffn_hidden_size if c.moe.num_experts else c.mlp.ffn_hidden_size
+    feeds = layer_sets.dense_layers(c) | layer_sets.moe_layers(c)
     out = _branch_keys(c) | {
         "block_count": c.num_layers,
-        "attention.layer_norm_epsilon": float(c.norm_eps),
-        "attention.head_count_kv": [c.num_kv_heads * (i in c.attn_layers) for i in _each(c)],
+        "attention.layer_norm_epsilon": float(c.norms.norm_eps),
+        "attention.head_count_kv": [
+            c.attention.num_kv_heads * (i in layer_sets.attn_layers(c)) for i in _each(c)
+        ],
         "feed_forward_length": [size * (i in feeds) for i in _each(c)],
     }
     del out["rope.scaling.finetuned"]
-    if not c.num_experts:
+    if not c.moe.num_experts:
         return out
     experts = expert_keys(c)
     del experts["leading_dense_block_count"]
     experts |= {"expert_shared_count": 1, "expert_group_count": 1}
-    latent = {"moe_latent_size": c.moe_latent_size} if c.moe_latent_size else {}
+    latent = {"moe_latent_size": c.moe.moe_latent_size} if c.moe.moe_latent_size else {}
     return out | experts | latent
 
 
@@ -134,7 +140,7 @@ def _each(c: ModelConfig) -> range:
 
 def _nemotron_h(_: Family, c: ModelConfig) -> Architecture:
     return written(
-        "nemotron_h_moe" if c.num_experts else "nemotron_h",
+        "nemotron_h_moe" if c.moe.num_experts else "nemotron_h",
         hybrid_tables.ONE_NORM,
         tables.ATTENTION,
         tables.MLP,
@@ -151,31 +157,35 @@ def _nemotron_h(_: Family, c: ModelConfig) -> Architecture:
 
 def _falcon_changes(c: ModelConfig) -> Mapping[str, Change]:
     """llama.cpp has no multipliers: they are part of the weights."""
-    scale = c.head_dim**-0.5 if c.softmax_scale is None else c.softmax_scale
-    key = scale * math.sqrt(c.head_dim)
+    attention = c.attention
+    scale = attention.head_dim**-0.5 if attention.softmax_scale is None else attention.softmax_scale
+    key = scale * math.sqrt(attention.head_dim)
     factors = {
-        "embed.weight": c.embedding_scale,
-        "head.weight": c.logit_scale,
-        "layers.attn.q.weight": c.attn_in_scale,
-        "layers.attn.k.weight": c.attn_in_scale * key,
+        "embed.weight": c.embedding.embedding_scale,
+        "head.weight": c.head.logit_scale,
+        "layers.attn.q.weight": attention.attn_in_scale,
+        "layers.attn.k.weight": attention.attn_in_scale * key,
         "layers.attn.k.bias": key,
-        "layers.attn.v.weight": c.attn_in_scale,
-        "layers.attn.o.weight": c.attn_out_scale,
-        "layers.attn.o.bias": c.attn_out_scale,
-        "layers.mlp.gate.weight": c.mlp_gate_scale,
-        "layers.mlp.gate.bias": c.mlp_gate_scale,
-        "layers.mlp.down.weight": c.mlp_out_scale,
-        "layers.mlp.down.bias": c.mlp_out_scale,
-        "layers.mamba.out.weight": c.mamba_out_scale,
+        "layers.attn.v.weight": attention.attn_in_scale,
+        "layers.attn.o.weight": attention.attn_out_scale,
+        "layers.attn.o.bias": attention.attn_out_scale,
+        "layers.mlp.gate.weight": c.mlp.mlp_gate_scale,
+        "layers.mlp.gate.bias": c.mlp.mlp_gate_scale,
+        "layers.mlp.down.weight": c.mlp.mlp_out_scale,
+        "layers.mlp.down.bias": c.mlp.mlp_out_scale,
+        "layers.mamba.out.weight": c.mamba.mamba_out_scale,
     }
-    parts = zip(("z", "x", "B", "C", "dt"), c.mamba_in_scales or (1.0,) * 5, strict=True)
+    parts = zip(("z", "x", "B", "C", "dt"), c.mamba.mamba_in_scales or (1.0,) * 5, strict=True)
     factors |= {f"layers.mamba.in_{part}.weight": x for part, x in parts}
     changes = {n: Change(factor=float(x)) for n, x in factors.items() if x != 1}
     return changes | {"layers.mamba.A_log": DECAY}
 
 
 _TIED_MULTIPLES: Limit = (
-    lambda c: c.tied_embeddings and (c.embedding_scale != 1 or c.logit_scale != 1),
+    lambda c: (
+        c.embedding.tied_embeddings
+        and (c.embedding.embedding_scale != 1 or c.head.logit_scale != 1)
+    ),
     "llama.cpp has multipliers as part of the weights, and embedding and output matrix, which are "
     "one, have two",
 )
@@ -184,20 +194,22 @@ _TIED_MULTIPLES: Limit = (
 def _delta_keys(c: ModelConfig) -> dict[str, Any]:
     """The sizes of gated delta nets, and which layers are some."""
     out: dict[str, Any] = {
-        "ssm.conv_kernel": c.linear_conv_kernel,
-        "ssm.state_size": c.linear_key_head_dim,
-        "ssm.group_count": c.linear_num_key_heads,
-        "ssm.time_step_rank": c.linear_num_value_heads,
-        "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
-        "block_count": c.num_layers + c.num_mtp_layers,
+        "ssm.conv_kernel": c.delta.linear_conv_kernel,
+        "ssm.state_size": c.delta.linear_key_head_dim,
+        "ssm.group_count": c.delta.linear_num_key_heads,
+        "ssm.time_step_rank": c.delta.linear_num_value_heads,
+        "ssm.inner_size": c.delta.linear_num_value_heads * c.delta.linear_value_head_dim,
+        "block_count": c.num_layers + c.mtp.num_mtp_layers,
     }
-    if c.num_mtp_layers:
-        out["nextn_predict_layers"] = c.num_mtp_layers
-    every = min(c.attn_layers, default=c.num_layers) + 1
-    if all((i in c.attn_layers) == ((i + 1) % every == 0) for i in _each(c)):
+    if c.mtp.num_mtp_layers:
+        out["nextn_predict_layers"] = c.mtp.num_mtp_layers
+    every = min(layer_sets.attn_layers(c), default=c.num_layers) + 1
+    if all((i in layer_sets.attn_layers(c)) == ((i + 1) % every == 0) for i in _each(c)):
         return out | {"full_attention_interval": every}
-    later = [False] * c.num_mtp_layers
-    return out | {"attention.recurrent_layers": [i in c.delta_layers for i in _each(c)] + later}
+    later = [False] * c.mtp.num_mtp_layers
+    return out | {
+        "attention.recurrent_layers": [i in layer_sets.delta_layers(c) for i in _each(c)] + later
+    }
 
 
 def _turning_keys(c: ModelConfig) -> dict[str, Any]:
@@ -208,22 +220,24 @@ def _turning_keys(c: ModelConfig) -> dict[str, Any]:
 def _conv_keys(c: ModelConfig) -> dict[str, Any]:
     """Short convolutions in layers without heads of keys."""
     out: dict[str, Any] = {
-        "shortconv.l_cache": c.short_conv_taps,
-        "attention.head_count_kv": [c.num_kv_heads * (i in c.attn_layers) for i in _each(c)],
+        "shortconv.l_cache": c.short_conv.short_conv_taps,
+        "attention.head_count_kv": [
+            c.attention.num_kv_heads * (i in layer_sets.attn_layers(c)) for i in _each(c)
+        ],
     }
-    return out | (expert_keys(c) if c.num_experts else {})
+    return out | (expert_keys(c) if c.moe.num_experts else {})
 
 
 _CONV_BIASES: Limit = (
-    lambda c: c.short_conv_bias,
+    lambda c: c.short_conv.short_conv_bias,
     "llama.cpp has no biases in short convolutions (conv_bias)",
 )
 _ONE_TAP: Limit = (
-    lambda c: bool(c.conv_layers) and c.short_conv_taps < 2,
+    lambda c: bool(layer_sets.conv_layers(c)) and c.short_conv.short_conv_taps < 2,
     "llama.cpp has short convolutions over two tokens and more (conv_L_cache)",
 )
 _UNBIASED: Limit = (
-    lambda c: not c.router_expert_bias,
+    lambda c: not c.router.router_expert_bias,
     "llama.cpp has a bias in the choice of experts (use_expert_bias)",
 )
 

@@ -16,6 +16,7 @@ from megtool.export.gguf.architecture import (
 )
 from megtool.export.gguf.block_encoder import DECAY
 from megtool.export.gguf.words import HeadsOf
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _ATTN = "layers.{l}.attn."
@@ -36,24 +37,24 @@ def _latent_keys(c: ModelConfig) -> dict[str, Any]:
     """Sizes of heads: of the one that all queries attend to, and of a head's own."""
     out = {
         "attention.head_count_kv": 1,
-        "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim,
-        "attention.value_length": c.kv_lora_rank,
-        "attention.key_length_mla": c.qk_nope_head_dim + c.qk_rope_head_dim,
-        "attention.value_length_mla": c.v_head_dim,
-        "attention.kv_lora_rank": c.kv_lora_rank,
-        "rope.dimension_count": c.qk_rope_head_dim,
+        "attention.key_length": c.latent.kv_lora_rank + c.latent.qk_rope_head_dim,
+        "attention.value_length": c.latent.kv_lora_rank,
+        "attention.key_length_mla": c.latent.qk_nope_head_dim + c.latent.qk_rope_head_dim,
+        "attention.value_length_mla": c.attention.v_head_dim,
+        "attention.kv_lora_rank": c.latent.kv_lora_rank,
+        "rope.dimension_count": c.latent.qk_rope_head_dim,
     }
-    if c.q_lora_rank:
-        out["attention.q_lora_rank"] = c.q_lora_rank
-    if not c.num_experts:
+    if c.latent.q_lora_rank:
+        out["attention.q_lora_rank"] = c.latent.q_lora_rank
+    if not c.moe.num_experts:
         # What the architecture asks for; no layer has experts.
-        none = {"expert_feed_forward_length": c.ffn_hidden_size, "expert_shared_count": 0}
+        none = {"expert_feed_forward_length": c.mlp.ffn_hidden_size, "expert_shared_count": 0}
         return out | none | {"leading_dense_block_count": c.num_layers}
     return out | group_keys(c)
 
 
 def _best_of_groups(c: ModelConfig) -> bool:
-    return c.router_num_groups > 1 and c.router_group_best != 2
+    return c.router.router_num_groups > 1 and c.router.router_group_best != 2
 
 
 _OTHER_GROUPS: Limit = (
@@ -61,7 +62,7 @@ _OTHER_GROUPS: Limit = (
     "llama.cpp ranks groups of experts by the sum of their two best scores, the model by the best",
 )
 _ODD_QUERIES: Limit = (
-    lambda c: (not c.q_lora_rank) != (c.num_layers in (26, 27)),
+    lambda c: (not c.latent.q_lora_rank) != (c.num_layers in (26, 27)),
     "llama.cpp projects queries directly (no q_lora_rank) in models of 26 and 27 layers, and in no "
     "others",
 )
@@ -88,15 +89,15 @@ _INDEXER: Table = (
 def _index_keys(c: ModelConfig) -> dict[str, Any]:
     """The indexer, and which layers have one."""
     return _latent_keys(c) | {
-        "attention.indexer.head_count": c.index_num_heads,
-        "attention.indexer.key_length": c.index_head_dim,
-        "attention.indexer.top_k": c.index_topk,
-        "attention.indexer.types": [i in c.index_layers for i in range(c.num_layers)],
+        "attention.indexer.head_count": c.indexer.index_num_heads,
+        "attention.indexer.key_length": c.indexer.index_head_dim,
+        "attention.indexer.top_k": c.indexer.index_topk,
+        "attention.indexer.types": [i in layer_sets.index_layers(c) for i in range(c.num_layers)],
     }
 
 
 _HADAMARD: Limit = (
-    lambda c: c.index_head_dim % 64 != 0,
+    lambda c: c.indexer.index_head_dim % 64 != 0,
     "llama.cpp has heads of indexers of a multiple of 64 elements",
 )
 _SPARSE = _DEEPSEEK | {"keys": _index_keys, "limits": (MIXED_LAYERS, _HADAMARD)}
@@ -104,36 +105,36 @@ _SPARSE = _DEEPSEEK | {"keys": _index_keys, "limits": (MIXED_LAYERS, _HADAMARD)}
 
 def _mistral_keys(c: ModelConfig) -> dict[str, Any]:
     out = _latent_keys(c)
-    if not c.attn_temperature_scale:
+    if not c.attention.attn_temperature_scale:
         return out
     return out | {
-        "attention.temperature_scale": float(c.attn_temperature_scale),
-        "attention.temperature_length": c.attn_temperature_floor,
+        "attention.temperature_scale": float(c.attention.attn_temperature_scale),
+        "attention.temperature_length": c.attention.attn_temperature_floor,
     }
 
 
 def _kimi_keys(c: ModelConfig) -> dict[str, Any]:
     """Kimi delta attention in layers without heads of keys."""
-    kinds = [int(i in c.attn_layers) for i in range(c.num_layers)]
+    kinds = [int(i in layer_sets.attn_layers(c)) for i in range(c.num_layers)]
     return _latent_keys(c) | {
         "attention.head_count_kv": kinds,
-        "ssm.conv_kernel": c.linear_conv_kernel,
-        "kda.head_dim": c.linear_key_head_dim,
+        "ssm.conv_kernel": c.delta.linear_conv_kernel,
+        "kda.head_dim": c.delta.linear_key_head_dim,
     }
 
 
 _KIMI_LIMITS: tuple[Limit, ...] = (
     MIXED_LAYERS,
     (
-        lambda c: c.linear_num_key_heads != c.num_heads,
+        lambda c: c.delta.linear_num_key_heads != c.attention.num_heads,
         "llama.cpp has as many heads of Kimi delta attention as of attention",
     ),
     (
-        lambda c: c.linear_key_head_dim != c.linear_value_head_dim,
+        lambda c: c.delta.linear_key_head_dim != c.delta.linear_value_head_dim,
         "llama.cpp has values of Kimi delta attention of the size of keys",
     ),
-    (lambda c: bool(c.q_lora_rank), "llama.cpp projects queries directly (no q_lora_rank)"),
-    (lambda c: not c.num_experts, "llama.cpp has experts"),
+    (lambda c: bool(c.latent.q_lora_rank), "llama.cpp projects queries directly (no q_lora_rank)"),
+    (lambda c: not c.moe.num_experts, "llama.cpp has experts"),
 )
 
 LATENTS: Mapping[str, Choice] = {

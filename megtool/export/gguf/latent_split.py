@@ -36,13 +36,17 @@ def split_latent(
     Raises:
         MappingError: heads are not in one piece in the source.
     """
-    heads, keys, values = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+    heads, keys, values = (
+        config.attention.num_heads,
+        config.latent.qk_nope_head_dim,
+        config.attention.v_head_dim,
+    )
     tensors, places = dict(canonical), dict(placements)
     for name in canonical:
         if not name.endswith(_WHOLE):
             continue
         whole, placement = tensors.pop(name), places.pop(name)
-        view = (heads, keys + values, config.kv_lora_rank)
+        view = (heads, keys + values, config.latent.kv_lora_rank)
         cut, _ = refine(placement, Placement.identity(name, view))
         if cut.shape != view:
             raise MappingError(
@@ -50,8 +54,8 @@ def split_latent(
             )
         for half, (lo, hi) in ((_KEYS, (0, keys)), (_VALUES, (keys, keys + values))):
             own = name.removesuffix(_WHOLE) + half
-            part = narrow(cut, (0, lo, 0), (heads, hi, config.kv_lora_rank))
+            part = narrow(cut, (0, lo, 0), (heads, hi, config.latent.kv_lora_rank))
             places[own] = replace(part, canonical=own)
-            shape = (heads * (hi - lo), config.kv_lora_rank)
+            shape = (heads * (hi - lo), config.latent.kv_lora_rank)
             tensors[own] = replace(whole, name=own, shape=shape)
     return tensors, places

@@ -45,34 +45,34 @@ def build_model_keys(
         "general.file_type": _find_file_type(file_type),
     }
     keys: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_positions,
+        "vocab_size": config.embedding.vocab_size,
+        "context_length": config.positions.max_positions,
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
-        "feed_forward_length": config.ffn_hidden_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.value_size,
-        _EPSILONS[config.norm]: float(config.norm_eps),
+        "feed_forward_length": config.mlp.ffn_hidden_size,
+        "attention.head_count": config.attention.num_heads,
+        "attention.head_count_kv": config.attention.num_kv_heads,
+        "attention.key_length": config.attention.head_dim,
+        "attention.value_length": config.attention.value_size,
+        _EPSILONS[config.norms.norm]: float(config.norms.norm_eps),
     }
     if architecture.scales_logits:
-        keys["logit_scale"] = float(config.logit_scale)
+        keys["logit_scale"] = float(config.head.logit_scale)
     if architecture.has_window:
-        keys["attention.sliding_window"] = config.window_size
-    if config.attn_softcap:
-        keys["attn_logit_softcapping"] = float(config.attn_softcap)
-    if config.logit_softcap:
-        keys["final_logit_softcapping"] = float(config.logit_softcap)
-    if config.num_experts:
+        keys["attention.sliding_window"] = config.window.window_size
+    if config.attention.attn_softcap:
+        keys["attn_logit_softcapping"] = float(config.attention.attn_softcap)
+    if config.head.logit_softcap:
+        keys["final_logit_softcapping"] = float(config.head.logit_softcap)
+    if config.moe.num_experts:
         keys |= {
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_token,
-            "expert_feed_forward_length": config.moe_ffn_hidden_size,
+            "expert_count": config.moe.num_experts,
+            "expert_used_count": config.moe.num_experts_per_token,
+            "expert_feed_forward_length": config.moe.moe_ffn_hidden_size,
         }
-    if config.shared_ffn_hidden_size:
-        keys["expert_shared_feed_forward_length"] = config.shared_ffn_hidden_size
-    if config.position_embedding == "rope":
+    if config.moe.shared_ffn_hidden_size:
+        keys["expert_shared_feed_forward_length"] = config.moe.shared_ffn_hidden_size
+    if config.positions.position_embedding == "rope":
         keys |= {f"rope.{k}": v for k, v in build_rotary_keys(config, architecture).items()}
     if architecture.keys is not None:
         keys |= architecture.keys(config)
@@ -101,7 +101,7 @@ RopeFactors = dict[str, NDArray[np.float32]]
 
 def read_scaling(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
     """The kind of scaling ("" for none) and its numbers."""
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.rope_scaling or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     return ("" if kind == "default" else "longrope" if kind == "su" else kind), scaling
 
@@ -109,8 +109,8 @@ def read_scaling(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
 def original_length(config: ModelConfig) -> int:
     """The positions a model was trained for before its scaling."""
     key = "original_max_position_embeddings"
-    scaling = config.rope_scaling or {}
-    return int(scaling.get(key) or config.extra.get(key) or config.max_positions)
+    scaling = config.positions.rope_scaling or {}
+    return int(scaling.get(key) or config.extra.get(key) or config.positions.max_positions)
 
 
 def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
@@ -120,20 +120,23 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
         MappingError: llama.cpp has no such scaling, or not in this architecture.
     """
     kind, scaling = read_scaling(config)
-    turned = int(config.head_dim * config.rotary_percent)
-    out: dict[str, Any] = {"dimension_count": turned, "freq_base": float(config.rope_base)}
-    if config.rope_local_base is not None:
-        out["freq_base_swa"] = float(config.rope_local_base)
+    turned = int(config.attention.head_dim * config.positions.rotary_percent)
+    out: dict[str, Any] = {
+        "dimension_count": turned,
+        "freq_base": float(config.positions.rope_base),
+    }
+    if config.positions.rope_local_base is not None:
+        out["freq_base_swa"] = float(config.positions.rope_local_base)
     if kind == "dynamic" and scaling.get("alpha"):  # of Hunyuan: a larger base, and no scaling
         grown = float(scaling["alpha"]) ** (turned / (turned - 2))
-        return out | {"freq_base": float(config.rope_base) * grown}
+        return out | {"freq_base": float(config.positions.rope_base) * grown}
     if not kind or (kind in ("llama3", "proportional") and architecture.factors == kind):
         return out
     if kind == "longrope" and architecture.factors == kind:
         original = original_length(config)
         scale = scaling.get("attention_factor")
         if scale is None:
-            scale = longrope_temperature(config.max_positions, original)
+            scale = longrope_temperature(config.positions.max_positions, original)
         return out | {
             "scaling.attn_factor": float(scale),
             "scaling.original_context_length": original,
@@ -143,7 +146,7 @@ def build_rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[s
     odd = _odd_yarn(scaling, architecture) if kind == "yarn" else ""
     if kind == "yarn" and not odd:
         original = original_length(config)
-        factor = float(scaling.get("factor") or config.max_positions / original)
+        factor = float(scaling.get("factor") or config.positions.max_positions / original)
         out |= {"scaling.type": "yarn", "scaling.factor": factor}
         out["scaling.original_context_length"] = original
         for key in ("beta_fast", "beta_slow"):
@@ -188,10 +191,10 @@ def build_rope_factors(config: ModelConfig) -> RopeFactors:
         MappingError: factors of another number than there are frequencies.
     """
     kind, scaling = read_scaling(config)
-    half = int(config.head_dim * config.rotary_percent) // 2
+    half = int(config.attention.head_dim * config.positions.rotary_percent) // 2
     if kind == "llama3":
         factors = llama3_factors(
-            float(config.rope_base),
+            float(config.positions.rope_base),
             half,
             factor=float(scaling["factor"]),
             low=float(scaling["low_freq_factor"]),

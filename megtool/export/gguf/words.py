@@ -78,8 +78,8 @@ class Paired(Word):
         Raises:
             MappingError: what turns is no whole part of a head.
         """
-        size = model.config.head_dim
-        turning = int(size * model.config.rotary_percent)
+        size = model.config.attention.head_dim
+        turning = int(size * model.config.positions.rotary_percent)
         if not turning or size % turning:
             raise MappingError(
                 f"{turning} of {size} elements of a head turn, which llama.cpp cannot have in "
@@ -110,9 +110,9 @@ class Tiled(Word):
         """The same heads in another order."""
         inner = word(self.of).layout(model)
         c = model.config
-        groups = c.linear_num_key_heads
-        shared = c.linear_num_value_heads // groups
-        size = inner.shape[self.dim] // c.linear_num_value_heads
+        groups = c.delta.linear_num_key_heads
+        shared = c.delta.linear_num_value_heads // groups
+        size = inner.shape[self.dim] // c.delta.linear_num_value_heads
         return permute(inner, self.dim, (groups, shared, size), (1, 0, 2))
 
 
@@ -129,7 +129,7 @@ class HeadsOf(Word):
 
     def layout(self, model: CanonicalModel) -> TensorLayout:
         """Row r of head h at `[h, r]`, or its element c at `[h, c, r]`."""
-        heads, (rows, columns) = model.config.num_heads, model.shape(self.of)
+        heads, (rows, columns) = model.config.attention.num_heads, model.shape(self.of)
         view = (heads, rows // heads, columns)
         (part,) = word(self.of).layout(model).parts
         cut = replace(part, shape=view, dims=(0, 1, 2), mults=(1, 1, 1), base=(0, 0, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +181,14 @@ def _plan(
     gone = {n for part in left_out for n in part.names}
     canonical = {n: t for n, t in opened.view.canonical.items() if n not in gone}
     if not architecture.has_mtp:
-        config = replace(config, num_mtp_layers=0, mtp_kind="", mtp_hidden_first=False)
-    if file_type.base == "MXFP4" and not config.num_experts:
+        config = config.with_fields(num_mtp_layers=0, mtp_kind="", mtp_hidden_first=False)
+    if file_type.base == "MXFP4" and not config.moe.num_experts:
         raise UsageError(
             "kind 'mxfp4' is for the weights of experts, and the model has none",
             hint="q4_0 or q8_0",
         )
     keys = build_model_keys(config, architecture, name=path.stem, file_type=file_type.name)
-    keys |= lists | dict(_tokenizer(opened, config.vocab_size, options.pre_tokenizer))
+    keys |= lists | dict(_tokenizer(opened, config.embedding.vocab_size, options.pre_tokenizer))
     places, sources = {n: opened.placement_of(n) for n in canonical}, dict(opened.view.placements)
     if architecture.is_latent:
         whole, (canonical, places) = canonical, split_latent(canonical, places, config)
@@ -266,7 +266,8 @@ def _find_left_out(
                 names=further,
                 reason="multi-token prediction, which llama.cpp's architecture has not",
                 note="multi-token prediction is left out "
-                f"({several(config.num_mtp_layers, 'layer')}, {several(len(further), 'tensor')}): "
+                f"({several(config.mtp.num_mtp_layers, 'layer')}, "
+                f"{several(len(further), 'tensor')}): "
                 f"llama.cpp's {architecture.name!r} has none",
             )
         )

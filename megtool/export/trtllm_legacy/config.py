@@ -18,6 +18,7 @@ from megtool.export.quantized_module import QuantizedModule
 from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -49,24 +50,26 @@ def build_config_json(
         "dtype": dtype,
         "logits_dtype": "float32",
         "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
+        "num_attention_heads": c.attention.num_heads,
+        "num_key_value_heads": c.attention.num_kv_heads,
         "hidden_size": c.hidden_size,
-        "norm_epsilon": c.norm_eps,
+        "norm_epsilon": c.norms.norm_eps,
         "vocab_size": cut.vocab_size,
-        "max_position_embeddings": c.max_positions,
-        "hidden_act": "swiglu" if c.moe_layers else known.activation or c.activation,
+        "max_position_embeddings": c.positions.max_positions,
+        "hidden_act": "swiglu"
+        if layer_sets.moe_layers(c)
+        else known.activation or c.mlp.activation,
         "use_parallel_embedding": True,
         "embedding_sharding_dim": 0,
         "share_embedding_table": shares_table,
-        "tie_word_embeddings": c.tied_embeddings,
+        "tie_word_embeddings": c.embedding.tied_embeddings,
         "decoder": known.decoder,
     }
     if family not in LATENT:
         out |= _attention_keys(c)
     out |= known.keys(c)
     out["mapping"] = {"world_size": cut.tp * cut.pp, "tp_size": cut.tp, "pp_size": cut.pp}
-    if c.moe_layers:
+    if layer_sets.moe_layers(c):
         out["mapping"] |= {"moe_tp_size": cut.moe_tp, "moe_ep_size": cut.ep}
     out["quantization"] = dict(quantization)
     return _encoded(out)
@@ -75,25 +78,27 @@ def build_config_json(
 def _attention_keys(c: ModelConfig) -> dict[str, Any]:
     """Those of every family whose attention is not latent."""
     out: dict[str, Any] = {
-        "head_size": c.head_dim,
-        "intermediate_size": c.moe_ffn_hidden_size if c.moe_layers else c.ffn_hidden_size,
+        "head_size": c.attention.head_dim,
+        "intermediate_size": c.moe.moe_ffn_hidden_size
+        if layer_sets.moe_layers(c)
+        else c.mlp.ffn_hidden_size,
         "position_embedding_type": _positions(c),
-        "qk_layernorm": c.qk_norm,
+        "qk_layernorm": c.norms.qk_norm,
         "residual_mlp": False,
-        "bias": c.attn_out_bias,
-        "attn_bias": c.qkv_bias,
-        "mlp_bias": c.mlp_bias,
-        "rotary_pct": c.rotary_percent,
-        "rmsnorm": c.norm == "rmsnorm",
+        "bias": c.attention.attn_out_bias,
+        "attn_bias": c.attention.qkv_bias,
+        "mlp_bias": c.mlp.mlp_bias,
+        "rotary_pct": c.positions.rotary_percent,
+        "rmsnorm": c.norms.norm == "rmsnorm",
         "lm_head_bias": False,
     }
-    if c.position_embedding == "rope":
-        out |= {"rotary_base": c.rope_base, "rotary_scaling": rotary_scaling(c)}
-    if c.moe_layers:
+    if c.positions.position_embedding == "rope":
+        out |= {"rotary_base": c.positions.rope_base, "rotary_scaling": rotary_scaling(c)}
+    if layer_sets.moe_layers(c):
         # 1: scores of the chosen experts add up to one (RENORMALIZE)
         out["moe"] = {
-            "num_experts": c.num_experts,
-            "top_k": c.num_experts_per_token,
+            "num_experts": c.moe.num_experts,
+            "top_k": c.moe.num_experts_per_token,
             "normalization_mode": 1,
         }
     return out
@@ -101,14 +106,16 @@ def _attention_keys(c: ModelConfig) -> dict[str, Any]:
 
 def rotary_scaling(config: ModelConfig) -> dict[str, Any] | None:
     """How rotary embedding is scaled; engines look for `type`, some releases for `rope_type`."""
-    if not config.rope_scaling:
+    if not config.positions.rope_scaling:
         return None
-    kind = config.rope_scaling["rope_type"]
-    return {"type": kind, **config.rope_scaling}
+    kind = config.positions.rope_scaling["rope_type"]
+    return {"type": kind, **config.positions.rope_scaling}
 
 
 def _positions(config: ModelConfig) -> str:
-    return "learned_absolute" if config.position_embedding == "learned" else "rope_gpt_neox"
+    return (
+        "learned_absolute" if config.positions.position_embedding == "learned" else "rope_gpt_neox"
+    )
 
 
 def build_quantization(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -61,9 +62,9 @@ def _gpt_keys(variant: str) -> Callable[[ModelConfig], dict[str, Any]]:
 
 def _falcon_keys(config: ModelConfig) -> dict[str, Any]:
     """Flags of the block: two norms side by side are what Falcon calls its new architecture."""
-    has_two_norms = config.parallel_residual and not config.shared_norm
+    has_two_norms = config.residual.parallel_residual and not config.norms.shared_norm
     return {
-        "parallel_attention": config.parallel_residual,
+        "parallel_attention": config.residual.parallel_residual,
         "new_decoder_architecture": has_two_norms,
         "num_ln_in_parallel_attn": 2 if has_two_norms else None,
     }
@@ -71,7 +72,7 @@ def _falcon_keys(config: ModelConfig) -> dict[str, Any]:
 
 def _yarn(config: ModelConfig) -> dict[str, Any]:
     """YaRN's numbers; those that a config.json leaves out are DeepSeek's own defaults."""
-    scaling = config.rope_scaling or {}
+    scaling = config.positions.rope_scaling or {}
     return {
         "beta_fast": scaling.get("beta_fast") or 32,
         "beta_slow": scaling.get("beta_slow") or 1,
@@ -79,48 +80,48 @@ def _yarn(config: ModelConfig) -> dict[str, Any]:
         "mscale": scaling.get("mscale", 1.0),
         "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
         "original_max_position_embeddings": scaling.get("original_max_position_embeddings")
-        or config.max_positions,
+        or config.positions.max_positions,
         "type": "yarn",
     }
 
 
 def _deepseek_keys(config: ModelConfig) -> dict[str, Any]:
     """Latent attention, and dense layers before mixtures, in either release of DeepSeek."""
-    method, renormalizes = "greedy", not config.router_pre_softmax
-    mode = _RENORMALIZED if renormalizes and config.num_experts_per_token > 1 else 0
-    if config.router_score == "sigmoid":
+    method, renormalizes = "greedy", not config.router.router_pre_softmax
+    mode = _RENORMALIZED if renormalizes and config.moe.num_experts_per_token > 1 else 0
+    if config.router.router_score == "sigmoid":
         method, mode = "noaux_tc", _DEVICE_LIMITED
-    elif config.router_num_groups:
+    elif config.router.router_num_groups:
         method = "group_limited_greedy"
         mode = _DEVICE_LIMITED_RENORMALIZED if mode else _DEVICE_LIMITED
     moe: dict[str, Any] = {
-        "num_experts": config.num_experts,
-        "shared_expert_intermediate_size": config.shared_ffn_hidden_size,
-        "top_k": config.num_experts_per_token,
+        "num_experts": config.moe.num_experts,
+        "shared_expert_intermediate_size": config.moe.shared_ffn_hidden_size,
+        "top_k": config.moe.num_experts_per_token,
         "normalization_mode": mode,
         "sparse_mixer_epsilon": 0.01,
         "tp_mode": 0,
-        "device_limited_n_group": config.router_num_groups or 1,
-        "device_limited_topk_group": config.router_topk_groups or 1,
-        "device_limited_routed_scaling_factor": config.router_scaling,
+        "device_limited_n_group": config.router.router_num_groups or 1,
+        "device_limited_topk_group": config.router.router_topk_groups or 1,
+        "device_limited_routed_scaling_factor": config.router.router_scaling,
     }
     if method == "noaux_tc":
         moe["topk_method"] = _NO_AUX_TC
     return {
-        "intermediate_size": config.ffn_hidden_size,
-        "moe_inter_size": config.moe_ffn_hidden_size,
+        "intermediate_size": config.mlp.ffn_hidden_size,
+        "moe_inter_size": config.moe.moe_ffn_hidden_size,
         "position_embedding_type": "rope_gpt_neox",
-        "rotary_base": config.rope_base,
+        "rotary_base": config.positions.rope_base,
         "rotary_scaling": _yarn(config),
-        "kv_lora_rank": config.kv_lora_rank,
-        "q_lora_rank": config.q_lora_rank or None,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
+        "kv_lora_rank": config.latent.kv_lora_rank,
+        "q_lora_rank": config.latent.q_lora_rank or None,
+        "qk_nope_head_dim": config.latent.qk_nope_head_dim,
+        "qk_rope_head_dim": config.latent.qk_rope_head_dim,
+        "v_head_dim": config.attention.v_head_dim,
         "topk_method": method,
-        "first_k_dense_replace": min(config.moe_layers),
+        "first_k_dense_replace": min(layer_sets.moe_layers(config)),
         "moe_layer_freq": 1,
-        "scoring_func": config.router_score,
+        "scoring_func": config.router.router_score,
         "moe": moe,
     }
 
@@ -129,7 +130,7 @@ def _deepseek_v3_keys(config: ModelConfig) -> dict[str, Any]:
     """The branch counts one head of keys, as wide as what the cache holds of a token."""
     return _deepseek_keys(config) | {
         "num_key_value_heads": 1,
-        "head_size": config.kv_lora_rank + config.qk_rope_head_dim,
+        "head_size": config.latent.kv_lora_rank + config.latent.qk_rope_head_dim,
         "fp8_format": False,
     }
 

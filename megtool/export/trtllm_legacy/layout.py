@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from megtool.errors import LayoutError, MappingError
 from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -30,7 +31,7 @@ def check_family(name: str | None, config: ModelConfig) -> None:
             error_id="unsupported-by-engine",
         )
     family = FAMILIES[name]
-    kind = (config.rope_scaling or {}).get("rope_type")
+    kind = (config.positions.rope_scaling or {}).get("rope_type")
     if name in LATENT:
         _check_latent(name, config)
     elif kind is not None and kind not in family.scalings:
@@ -40,13 +41,13 @@ def check_family(name: str | None, config: ModelConfig) -> None:
             + "newer TensorRT-LLM: --to trtllm",
             error_id="unsupported-by-engine",
         )
-    elif config.moe_layers and len(config.moe_layers) < config.num_layers:
+    elif layer_sets.moe_layers(config) and len(layer_sets.moe_layers(config)) < config.num_layers:
         raise MappingError(
             "only some layers are mixtures of experts, and in a legacy checkpoint all are or none",
             hint="newer TensorRT-LLM loads it: --to trtllm",
             error_id="unsupported-by-engine",
         )
-    biases = {config.qkv_bias, config.attn_out_bias, config.mlp_bias}
+    biases = {config.attention.qkv_bias, config.attention.attn_out_bias, config.mlp.mlp_bias}
     if family.has_one_bias and len(biases) > 1:
         raise MappingError(
             f"some linear layers have biases, and in legacy {family.label} all have one or none",
@@ -63,14 +64,14 @@ def _check_latent(name: str, config: ModelConfig) -> None:
             or scores that no routing method makes so.
     """
     label, hint = FAMILIES[name].label, "newer TensorRT-LLM loads it: --to trtllm"
-    kind = (config.rope_scaling or {}).get("rope_type")
+    kind = (config.positions.rope_scaling or {}).get("rope_type")
     if kind != "yarn":
         raise MappingError(
             f"rotary embedding is scaled as {kind!r}, and legacy {label} computes YaRN alone",
             hint=hint,
             error_id="unsupported-by-engine",
         )
-    layers, last = tuple(config.moe_layers), config.num_layers
+    layers, last = tuple(layer_sets.moe_layers(config)), config.num_layers
     first = layers[0] if layers else last
     if layers != tuple(range(first, last)) or not layers or (name == LATENT[0] and first != 1):
         dense = "only the first layer is" if name == LATENT[0] else "layers before all others are"
@@ -80,11 +81,11 @@ def _check_latent(name: str, config: ModelConfig) -> None:
             hint=hint,
             error_id="unsupported-by-engine",
         )
-    is_greedy = config.router_score == "softmax" and not config.router_num_groups
-    if is_greedy and config.router_scaling != 1:
+    is_greedy = config.router.router_score == "softmax" and not config.router.router_num_groups
+    if is_greedy and config.router.router_scaling != 1:
         raise MappingError(
-            f"the shares of experts are multiplied by {config.router_scaling:g}, which legacy "
-            f"{label} does only where groups of experts are chosen first",
+            f"the shares of experts are multiplied by {config.router.router_scaling:g}, which "
+            f"legacy {label} does only where groups of experts are chosen first",
             hint=hint,
             error_id="unsupported-by-engine",
         )
@@ -115,7 +116,7 @@ def plan_rank_layout(
     all_requirements = [*_model_requirements(config, ep), *requirements]
     for subject, holds in all_requirements:
         if not holds(tp):
-            most = config.num_heads
+            most = config.attention.num_heads
             good = [n for n in range(1, most + 1) if all(ok(n) for _, ok in all_requirements)]
             raise LayoutError(
                 f"tp={tp} does not divide {subject}",
@@ -127,7 +128,7 @@ def plan_rank_layout(
             f"pp={pp} does not divide {config.num_layers} layers",
             hint=f"pp may be {', '.join(map(str, good))}",
         )
-    padded = -(-config.vocab_size // vocab_multiple) * vocab_multiple
+    padded = -(-config.embedding.vocab_size // vocab_multiple) * vocab_multiple
     rows = -(-padded // tp) * tp
     return RankLayout(config=config, tp=tp, pp=pp, ep=ep, vocab_size=padded, vocab_rows=rows)
 
@@ -140,12 +141,12 @@ def _check_expert_ranks(config: ModelConfig, tp: int, ep: int) -> None:
     """
     if ep == 1:
         return
-    if not config.moe_layers:
+    if not layer_sets.moe_layers(config):
         raise LayoutError(f"ep={ep}, and the model has no experts", hint="leave ep out")
-    if tp % ep or config.num_experts % ep:
-        good = [n for n in range(1, tp + 1) if tp % n == 0 and config.num_experts % n == 0]
+    if tp % ep or config.moe.num_experts % ep:
+        good = [n for n in range(1, tp + 1) if tp % n == 0 and config.moe.num_experts % n == 0]
         raise LayoutError(
-            f"ep={ep} does not divide tp={tp} and {config.num_experts} experts",
+            f"ep={ep} does not divide tp={tp} and {config.moe.num_experts} experts",
             hint=f"the ranks of tp share the experts: ep may be {', '.join(map(str, good))}",
         )
 
@@ -154,17 +155,17 @@ def _model_requirements(config: ModelConfig, ep: int) -> list[TpRequirement]:
     def divides(size: int) -> Callable[[int], bool]:
         return lambda tp: size % tp == 0
 
-    kv = config.num_kv_heads
+    kv = config.attention.num_kv_heads
     out: list[TpRequirement] = [
-        (f"{config.num_heads} attention heads", divides(config.num_heads)),
+        (f"{config.attention.num_heads} attention heads", divides(config.attention.num_heads)),
     ]
-    if not config.kv_lora_rank:
+    if not config.latent.kv_lora_rank:
         subject = f"{kv} heads of keys and values, nor is it a multiple of them"
         out.append((subject, lambda tp: kv % tp == 0 or tp % kv == 0))
-    if len(config.moe_layers) < config.num_layers:
-        out.append((f"an MLP of {config.ffn_hidden_size}", divides(config.ffn_hidden_size)))
-    if config.moe_layers:
-        size, shared = config.moe_ffn_hidden_size, config.shared_ffn_hidden_size
+    if len(layer_sets.moe_layers(config)) < config.num_layers:
+        out.append((f"an MLP of {config.mlp.ffn_hidden_size}", divides(config.mlp.ffn_hidden_size)))
+    if layer_sets.moe_layers(config):
+        size, shared = config.moe.moe_ffn_hidden_size, config.moe.shared_ffn_hidden_size
         text = f"an MLP of {size}" if ep == 1 else f"an MLP of {size} times ep={ep}"
         out.append((text, lambda tp: tp % ep == 0 and size % (tp // ep) == 0))
         if shared:

@@ -135,7 +135,7 @@ class _Planner:
             requirements=weights.requirements() if weights and not self.model.algo else (),
         )
         # Engines have one table for both where they find no head; stages far apart cannot.
-        shares = config.tied_embeddings and self.model.family == "gemma" and pp == 1
+        shares = config.embedding.tied_embeddings and self.model.family == "gemma" and pp == 1
         for tensor in list_rank_tensors(cut, self.model.placements, shares_table=shares):
             self._add(tensor)
         self._check_used()
@@ -263,7 +263,7 @@ class _Planner:
         if weights is None or weights.folder.kv_algo is None:
             return None
         algo = weights.folder.kv_algo
-        if self.model.config.kv_lora_rank:
+        if self.model.config.latent.kv_lora_rank:
             raise MappingError(
                 f"the KV cache is quantized to {algo}, and legacy TensorRT-LLM keeps what latent "
                 "attention caches in 16 bits",
@@ -327,7 +327,7 @@ class _Planner:
         if further:
             self.notes.append(
                 "multi-token prediction is left out "
-                f"({several(self.model.config.num_mtp_layers, 'layer')}, "
+                f"({several(self.model.config.mtp.num_mtp_layers, 'layer')}, "
                 f"{several(len(further), 'tensor')}): legacy TensorRT-LLM's {self.model.family} "
                 "has none"
             )
@@ -353,14 +353,15 @@ class _Planner:
         c = self.model.config
         if note := FAMILIES[str(self.model.family)].note:
             self.notes.append(note)
-        if c.window_size:
+        if c.window.window_size:
             self.notes.append(
-                f"attention is limited to {c.window_size} tokens, which legacy engines are told "
-                "when they run: --max_attention_window_size"
+                f"attention is limited to {c.window.window_size} tokens, which legacy engines are "
+                "told when they run: --max_attention_window_size"
             )
-        if cut.vocab_rows != c.vocab_size:
+        if cut.vocab_rows != c.embedding.vocab_size:
             self.notes.append(
-                f"the vocabulary of {c.vocab_size} is padded to {cut.vocab_rows} rows with zeros"
+                f"the vocabulary of {c.embedding.vocab_size} is padded to {cut.vocab_rows} rows "
+                "with zeros"
             )
         if self.weights is not None:
             self.notes += self.weights.folder.notes

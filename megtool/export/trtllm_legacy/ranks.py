@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 EMBED, HEAD = "transformer.vocab_embedding", "lm_head"
@@ -107,7 +108,7 @@ class RankLayout:
 
     def experts(self, t: int) -> range:
         """The experts of tensor-parallel rank `t`."""
-        count = self.config.num_experts // self.ep
+        count = self.config.moe.num_experts // self.ep
         return range(t % self.ep * count, (t % self.ep + 1) * count)
 
     @property
@@ -121,7 +122,7 @@ class RankLayout:
 
     def kv_heads(self, t: int) -> tuple[int, int]:
         """First and end of the heads of keys and values on tensor-parallel rank `t`."""
-        heads = self.config.num_kv_heads
+        heads = self.config.attention.num_kv_heads
         if heads >= self.tp:
             return t * (heads // self.tp), (t + 1) * (heads // self.tp)
         return t * heads // self.tp, t * heads // self.tp + 1
@@ -140,7 +141,7 @@ def list_rank_tensors(
         if stage == 0:
             yield builder.vocabulary(EMBED, "embed.weight")
             if "positions.weight" in names:
-                count = layout.config.max_positions
+                count = layout.config.positions.max_positions
                 rows = -(-count // layout.tp)
                 yield builder.rows(
                     "transformer.position_embedding", "positions.weight", count, rows
@@ -180,27 +181,27 @@ class _RankBuilder:
         number = self.layout.global_layer(self.rank, local)
         source = f"layers.{number}"
         yield from self.norm(f"{prefix}.input_layernorm", f"{source}.attn_norm")
-        if c.kv_lora_rank:
+        if c.latent.kv_lora_rank:
             yield from self.latent_attention(f"{prefix}.attention", f"{source}.attn")
         else:
             yield from self.attention(f"{prefix}.attention", f"{source}.attn")
-        after = "mlp_layernorm" if c.parallel_residual else "post_layernorm"
+        after = "mlp_layernorm" if c.residual.parallel_residual else "post_layernorm"
         yield from self.norm(f"{prefix}.{after}", f"{source}.mlp_norm")
-        if number in c.moe_layers:
+        if number in layer_sets.moe_layers(c):
             yield from self.experts(f"{prefix}.mlp", f"{source}.mlp")
             return
-        f = c.ffn_hidden_size // self.layout.tp
-        names = (("fc", "gate"), ("gate", "up")) if c.gated else (("fc", "up"),)
+        f = c.mlp.ffn_hidden_size // self.layout.tp
+        names = (("fc", "gate"), ("gate", "up")) if c.mlp.gated else (("fc", "up"),)
         for name, canonical in names:
             piece = (f"{source}.mlp.{canonical}", t * f, (t + 1) * f)
             yield from self.column(f"{prefix}.mlp.{name}", c.hidden_size, [piece])
-        yield from self.row(f"{prefix}.mlp.proj", f"{source}.mlp.down", c.ffn_hidden_size)
+        yield from self.row(f"{prefix}.mlp.proj", f"{source}.mlp.down", c.mlp.ffn_hidden_size)
 
     def attention(self, name: str, source: str) -> Iterator[RankTensor]:
         """Queries of some heads, with keys and values of theirs below them."""
         c, t = self.config, self.t
-        q = c.num_heads // self.layout.tp * c.head_dim
-        first, end = (n * c.head_dim for n in self.layout.kv_heads(t))
+        q = c.attention.num_heads // self.layout.tp * c.attention.head_dim
+        first, end = (n * c.attention.head_dim for n in self.layout.kv_heads(t))
         yield from self.column(
             f"{name}.qkv",
             c.hidden_size,
@@ -211,8 +212,12 @@ class _RankBuilder:
             ],
         )
         for kind in ("q", "k"):
-            yield from self.norm(f"{name}.{kind}_layernorm", f"{source}.{kind}_norm", c.head_dim)
-        yield from self.row(f"{name}.dense", f"{source}.o", c.num_heads * c.head_dim)
+            yield from self.norm(
+                f"{name}.{kind}_layernorm", f"{source}.{kind}_norm", c.attention.head_dim
+            )
+        yield from self.row(
+            f"{name}.dense", f"{source}.o", c.attention.num_heads * c.attention.head_dim
+        )
 
     def latent_attention(self, name: str, source: str) -> Iterator[RankTensor]:
         """Both projections to latents as one, on every rank, and of some heads those from them.
@@ -222,18 +227,25 @@ class _RankBuilder:
         tensorrt_llm/models/deepseek_v2/convert.py does at 65b31db1 and 130232d9.
         """
         c = self.config
-        heads = c.num_heads // self.layout.tp
+        heads = c.attention.num_heads // self.layout.tp
         first = self.t * heads
-        down = (("q_down", c.q_lora_rank), ("kv_down", c.kv_lora_rank + c.qk_rope_head_dim))
+        down = (
+            ("q_down", c.latent.q_lora_rank),
+            ("kv_down", c.latent.kv_lora_rank + c.latent.qk_rope_head_dim),
+        )
         pieces = [(f"{source}.{kind}", 0, rows) for kind, rows in down if rows]
         yield from self.column(f"{name}.fused_a", c.hidden_size, pieces, is_plain=True)
-        for kind, rows in (("q", c.q_lora_rank), ("kv", c.kv_lora_rank)):
+        for kind, rows in (("q", c.latent.q_lora_rank), ("kv", c.latent.kv_lora_rank)):
             yield from self.norm(f"{name}.{kind}_a_layernorm", f"{source}.{kind}_down_norm", rows)
-        query = f"{source}.q_up.weight" if c.q_lora_rank else f"{source}.q.weight"
-        size, width = c.head_dim, c.q_lora_rank or c.hidden_size
+        query = f"{source}.q_up.weight" if c.latent.q_lora_rank else f"{source}.q.weight"
+        size, width = c.attention.head_dim, c.latent.q_lora_rank or c.hidden_size
         lo, hi = (first * size, 0), ((first + heads) * size, width)
         q_box = RankBox(canonical=query, lo=lo, hi=hi, offset=(0, 0))
-        key_value, nope, value = f"{source}.kv_up.weight", c.qk_nope_head_dim, c.v_head_dim
+        key_value, nope, value = (
+            f"{source}.kv_up.weight",
+            c.latent.qk_nope_head_dim,
+            c.attention.v_head_dim,
+        )
         boxes = []
         for part, start, length in ((0, 0, nope), (heads * nope, nope, value)):
             for head in range(heads):
@@ -241,7 +253,7 @@ class _RankBuilder:
                 box = RankBox(
                     canonical=key_value,
                     lo=(row, 0),
-                    hi=(row + length, c.kv_lora_rank),
+                    hi=(row + length, c.latent.kv_lora_rank),
                     offset=(part + head * length, 0),
                 )
                 boxes.append(box)
@@ -251,9 +263,9 @@ class _RankBuilder:
             first=first,
             heads=heads,
             nope=nope,
-            rope=c.qk_rope_head_dim,
+            rope=c.latent.qk_rope_head_dim,
             value=value,
-            rank=c.kv_lora_rank,
+            rank=c.latent.kv_lora_rank,
             width=width,
         )
         for kind, shape, parts in (
@@ -262,7 +274,7 @@ class _RankBuilder:
             ("kv_b_proj", (heads * (nope + value), queries.rank), boxes),
         ):
             yield self._tensor(f"{name}.{kind}", shape, parts, is_plain=True, queries=queries)
-        yield from self.row(f"{name}.dense", f"{source}.o", c.num_heads * value)
+        yield from self.row(f"{name}.dense", f"{source}.o", c.attention.num_heads * value)
 
     def norm(self, name: str, canonical: str, size: int = 0) -> Iterator[RankTensor]:
         """A norm's weight and bias, if there are any."""
@@ -274,7 +286,7 @@ class _RankBuilder:
                     f"{name}.{last}",
                     (size,),
                     [RankBox(canonical=source, lo=(0,), hi=(size,), offset=(0,))],
-                    plus_one=last == "weight" and self.config.zero_centered_norm,
+                    plus_one=last == "weight" and self.config.norms.zero_centered_norm,
                 )
 
     def column(
@@ -316,18 +328,21 @@ class _RankBuilder:
         """A mixture: `fc` has of every expert the rows of `up`, and those of `gate` below them; an
         expert that all tokens go to has both so, too."""
         c, layout = self.config, self.layout
-        h, f = c.hidden_size, c.moe_ffn_hidden_size // layout.moe_tp
+        h, f = c.hidden_size, c.moe.moe_ffn_hidden_size // layout.moe_tp
         first = self.t // layout.ep * f
         router = RankBox(
-            canonical=f"{canonical}.router.weight", lo=(0, 0), hi=(c.num_experts, h), offset=(0, 0)
+            canonical=f"{canonical}.router.weight",
+            lo=(0, 0),
+            hi=(c.moe.num_experts, h),
+            offset=(0, 0),
         )
-        shape: tuple[int, ...] = c.num_experts, h
+        shape: tuple[int, ...] = c.moe.num_experts, h
         yield self._tensor(
             f"{name}.router.weight", shape, [router], is_router=True, is_float32=True
         )
         if (bias := f"{canonical}.router.expert_bias") in self.names:
-            added = RankBox(canonical=bias, lo=(0,), hi=(c.num_experts,), offset=(0,))
-            shape = (c.num_experts,)
+            added = RankBox(canonical=bias, lo=(0,), hi=(c.moe.num_experts,), offset=(0,))
+            shape = (c.moe.num_experts,)
             yield self._tensor(f"{name}.e_score_correction_bias", shape, [added], is_float32=True)
         into, out = [], []
         experts = layout.experts(self.t)
@@ -346,18 +361,20 @@ class _RankBuilder:
         yield self._tensor(f"{name}.fc.weight", shape, into, experts=count, is_linear=True)
         shape = h * count, f
         yield self._tensor(f"{name}.proj.weight", shape, out, experts=count, is_linear=True)
-        if c.shared_ffn_hidden_size:
-            f, shared = c.shared_ffn_hidden_size // layout.tp, f"{canonical}.shared"
+        if c.moe.shared_ffn_hidden_size:
+            f, shared = c.moe.shared_ffn_hidden_size // layout.tp, f"{canonical}.shared"
             lines = [(f"{shared}.{n}", self.t * f, (self.t + 1) * f) for n in ("up", "gate")]
             yield from self.column(f"{name}.shared_expert.fc", h, lines)
-            width = c.shared_ffn_hidden_size
+            width = c.moe.shared_ffn_hidden_size
             yield from self.row(f"{name}.shared_expert.proj", f"{shared}.down", width)
 
     def vocabulary(self, name: str, canonical: str) -> RankTensor:
         """The rows of some tokens."""
         rows = self.layout.vocab_rows // self.layout.tp
         is_linear = name == HEAD and canonical == "head.weight"
-        return self.rows(name, canonical, self.config.vocab_size, rows, is_linear=is_linear)
+        return self.rows(
+            name, canonical, self.config.embedding.vocab_size, rows, is_linear=is_linear
+        )
 
     def rows(
         self, name: str, canonical: str, count: int, rows: int, *, is_linear: bool = False

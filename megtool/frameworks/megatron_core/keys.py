@@ -135,7 +135,7 @@ def megatron_keys(
         yield MegatronKeys(source, view, write_side(view, dialect="identity"), threads)
         return
     config = source.config
-    padded = vocab_rows if vocab_rows >= config.vocab_size else 1
+    padded = vocab_rows if vocab_rows >= config.embedding.vocab_size else 1
     failures: list[MappingError] = []
     count = 0
     for model_class in (None, GPT, HYBRID):

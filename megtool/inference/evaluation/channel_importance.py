@@ -27,13 +27,14 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.hook_locations import HookLocation, places, tapped
 from megtool.parallel.collectives import gather_columns
 from megtool.parallel.context_parallel import own_tokens
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _MIXER_INPUTS = (
-    ("delta_layers", "delta.qkvz"),
-    ("kda_layers", "kda.qkv"),
-    ("mamba_layers", "mamba.in"),
-    ("conv_layers", "short_conv.in"),
+    (layer_sets.delta_layers, "delta.qkvz"),
+    (layer_sets.kda_layers, "kda.qkv"),
+    (layer_sets.mamba_layers, "mamba.in"),
+    (layer_sets.conv_layers, "short_conv.in"),
 )
 
 
@@ -47,7 +48,7 @@ class ChannelImportance:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder, self._config = decoder, decoder.config
         groups = decoder.groups
-        if self._config.moe_layers and groups.world.size > groups.pp.size:
+        if layer_sets.moe_layers(self._config) and groups.world.size > groups.pp.size:
             raise UsageError(
                 "--pruning-scores of a model with experts, on more ranks than stages",
                 hint="--pp alone splits the model",
@@ -70,7 +71,7 @@ class ChannelImportance:
                 for name in _sites(config, layer):
                     site = f"layers.{layer}.{name}"
                     self._watch(places(decoder, site)[0], site, stack)
-                if layer in config.moe_layers:
+                if layer in layer_sets.moe_layers(config):
                     self._watch_experts(layer, stack)
             yield
 
@@ -87,7 +88,7 @@ class ChannelImportance:
 
     def heads(self) -> ByLayer:
         """The scores of query heads by layer, on every rank."""
-        n = self._config.num_heads
+        n = self._config.attention.num_heads
         return self._by_layer("attn.o", lambda score_Q: score_Q.view(n, -1).norm(dim=1))
 
     def experts(self) -> ByLayer:
@@ -142,7 +143,7 @@ class ChannelImportance:
 
     def _watch_experts(self, layer: int, stack: ExitStack) -> None:
         mlp = self._decoder.decoder.layers[str(layer)].get_submodule("mlp")
-        num = self._config.num_experts
+        num = self._config.moe.num_experts
         device = self._decoder.groups.device
         self._experts.setdefault(layer, torch.zeros(num, 2, dtype=torch.float64, device=device))
         handles = (
@@ -164,8 +165,8 @@ class ChannelImportance:
     ) -> None:
         """Add the norms of what experts add to tokens, and their numbers."""
         experts_TK, probs_TK = self._routed.pop(layer)
-        rows_T, num = self._rows_T, self._config.num_experts
-        if self._config.router_scales_input:
+        rows_T, num = self._rows_T, self._config.moe.num_experts
+        if self._config.router.router_scales_input:
             probs_TK = torch.ones_like(probs_TK)
         # As rows went to their experts, so do their numbers.
         numbers_T1 = torch.arange(len(rows_T), device=out_RH.device)[:, None]
@@ -211,17 +212,21 @@ class ChannelImportance:
 
 def _sites(config: ModelConfig, layer: int) -> Iterator[str]:
     """The inputs of a layer that are measured: behind its norms, and before what projects back."""
-    if layer in config.attn_layers:
-        yield "attn.down" if config.kv_lora_rank or config.is_compressed else "attn.qkv"
+    if layer in layer_sets.attn_layers(config):
+        yield (
+            "attn.down"
+            if config.latent.kv_lora_rank or config.compression.is_compressed
+            else "attn.qkv"
+        )
         yield "attn.o"
     else:
-        for name, site in _MIXER_INPUTS:
-            if layer in getattr(config, name):
+        for layers, site in _MIXER_INPUTS:
+            if layer in layers(config):
                 yield site
                 break
-    if layer in config.moe_layers:
+    if layer in layer_sets.moe_layers(config):
         yield "mlp.router"
-    elif layer in config.dense_layers:
-        if not config.shared_norm:
+    elif layer in layer_sets.dense_layers(config):
+        if not config.norms.shared_norm:
             yield "mlp.fc1"
         yield "mlp.down"

@@ -112,8 +112,8 @@ def compare(
         UsageError: nothing to predict.
         CheckpointError: the logits of one contain a NaN, or vocabularies differ in size.
     """
-    check_documents(documents, model.config.vocab_size)
-    sizes = model.config.vocab_size, reference.config.vocab_size
+    check_documents(documents, model.config.embedding.vocab_size)
+    sizes = model.config.embedding.vocab_size, reference.config.embedding.vocab_size
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"the models have vocabularies of {sizes[0]} and {sizes[1]} tokens",

@@ -48,7 +48,7 @@ def score_texts(
     Raises:
         CheckpointError: one is a NaN.
     """
-    texts, num_labels = dataset.labeled.texts, forward.config.num_labels
+    texts, num_labels = dataset.labeled.texts, forward.config.head.num_labels
     num_sides = max(len(t.sides) for t in texts)
     parts = []
     for first in range(0, len(texts), batch_size):

@@ -202,7 +202,9 @@ def _sums(
     Long ones come first, so that a batch is little padded, and memory that does not do fails soon.
     """
     for number, document in enumerate(documents):
-        check_ids(document.tokens, forward.config.vocab_size, f"text {number} of the task")
+        check_ids(
+            document.tokens, forward.config.embedding.vocab_size, f"text {number} of the task"
+        )
     order = sorted(range(len(documents)), key=lambda n: -len(documents[n].tokens))
     sums, hits = [0.0] * len(documents), [True] * len(documents)
     hidden: Callable[..., Any] = hidden_of(forward, graphed=False)
@@ -232,7 +234,7 @@ def _written(
 ) -> list[str]:
     until = options.get("until") or []
     stop = [until] if isinstance(until, str) else [s for s in until if s]
-    positions, prefix = forward.config.max_positions, prefix_of(tokenizer)
+    positions, prefix = forward.config.positions.max_positions, prefix_of(tokenizer)
     new = min(int(options.get("max_gen_toks", _MOST_NEW_TOKENS)), positions - 1)
     sampled = bool(options.get("do_sample", float(options.get("temperature") or 0) > 0))
     top_p, top_k = options.get("top_p"), options.get("top_k")

@@ -88,7 +88,7 @@ def evaluate(
         UsageError: nothing to predict, or sizes that make no sense.
         CheckpointError: the logits contain a NaN.
     """
-    check_documents(documents, forward.config.vocab_size)
+    check_documents(documents, forward.config.embedding.vocab_size)
     hidden = hidden_of(forward, graphed=graphed)
     total = Score()
     for rows in batches(
@@ -152,7 +152,7 @@ def counted_logits(
     than `MOST_LOGITS` logits are held."""
     labels_T = labels_BS.flatten()
     picked = (labels_T != IGNORED).nonzero()[:, 0]
-    size = max(1, MOST_LOGITS // forward.config.vocab_size)
+    size = max(1, MOST_LOGITS // forward.config.embedding.vocab_size)
     for start in range(0, len(picked), size):
         some = picked[start : start + size]
         yield forward.logits(x_TH[some]), labels_T[some]

@@ -104,7 +104,7 @@ class DraftHeadFiles:
                 hint="give the model that the head was trained beside",
             )
         own = stored.get("draft_vocab_size") or stored["vocab_size"]
-        if own != model.vocab_size and "lm_head.weight" not in names:
+        if own != model.embedding.vocab_size and "lm_head.weight" not in names:
             raise MappingError(
                 f"the head has {own} tokens and no output layer of its own",
                 file=path,
@@ -153,7 +153,7 @@ class DraftHeadFiles:
                 tensors = [read(part) for part in parts]
                 weight = tensors[0]
                 if len(parts) == 3:
-                    weight = _fuse(tensors, self.config.num_kv_heads)
+                    weight = _fuse(tensors, self.config.attention.num_kv_heads)
                 elif len(parts) == 2:
                     weight = torch.cat(tensors)
                 owner = head.get_submodule(module)
@@ -171,7 +171,7 @@ class DraftHeadFiles:
     def _tokens(self, differences: Tensor) -> Tensor:
         """The model's tokens of the head's: differences added to their numbers."""
         tokens = differences.long() + torch.arange(len(differences))
-        inside = (tokens >= 0) & (tokens < self.config.vocab_size)
+        inside = (tokens >= 0) & (tokens < self.config.embedding.vocab_size)
         if not bool(inside.all()) or len(set(tokens.tolist())) < len(tokens):
             what = "names a token twice" if bool(inside.all()) else "names no token of the model"
             raise FormatError(
@@ -251,11 +251,14 @@ def _check_model(path: Path, stored: Mapping[str, Any], model: ModelConfig) -> N
     """
     for is_so, kind in (
         (model.num_decoder_layers, "a model of an encoder and a decoder"),
-        (model.hyper_streams, "a model with several residuals (hyper-connections)"),
+        (model.residual.hyper_streams, "a model with several residuals (hyper-connections)"),
     ):
         if is_so:
             raise MappingError(f"--speculative: {kind} has no draft head", file=path)
-    for name, own in (("vocab_size", model.vocab_size), ("hidden_size", model.hidden_size)):
+    for name, own in (
+        ("vocab_size", model.embedding.vocab_size),
+        ("hidden_size", model.hidden_size),
+    ):
         if stored[name] != own:
             raise MappingError(
                 f"the head is of a model with {name} {stored[name]}, and this one has {own}",
@@ -343,7 +346,10 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, str, list[str]]]:
         yield fc1, "layer_norm_weight", [f"{prefix}post_attention_layernorm.weight"]
         for name, has in (
             ("weight", (True, True, True)),
-            ("bias", (config.qkv_bias, config.attn_out_bias, config.mlp_bias)),
+            (
+                "bias",
+                (config.attention.qkv_bias, config.attention.attn_out_bias, config.mlp.mlp_bias),
+            ),
         ):
             in_attention = [f"{prefix}self_attn.{x}_proj.{name}" for x in "qkvo"]
             in_mlp = [f"{prefix}mlp.{x}_proj.{name}" for x in ("gate", "up", "down")]

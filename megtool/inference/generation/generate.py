@@ -143,7 +143,7 @@ def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> 
     Raises:
         UsageError: the first such prompt, with what would fit.
     """
-    max_positions, has_source = config.max_positions, config.num_decoder_layers > 0
+    max_positions, has_source = config.positions.max_positions, config.num_decoder_layers > 0
     for request in requests:
         if has_source and request.text.prompt_log_probs:
             raise UsageError(
@@ -156,7 +156,7 @@ def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> 
                 hint="give some text",
             )
         for ids in (request.prompt, request.source):
-            check_ids(ids, config.vocab_size, f"prompt {request.number}")
+            check_ids(ids, config.embedding.vocab_size, f"prompt {request.number}")
         length, new = len(request.prompt), request.max_new_tokens
         if new < 1:
             raise UsageError(f"max_new_tokens is {new}", hint="1 or more")

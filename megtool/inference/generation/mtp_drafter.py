@@ -28,7 +28,7 @@ def check_mtp(config: ModelConfig) -> None:
     Raises:
         UsageError: there are no layers of multi-token prediction.
     """
-    if not config.num_mtp_layers:
+    if not config.mtp.num_mtp_layers:
         raise UsageError(
             "--speculative mtp, and the model has no layers of multi-token prediction",
             hint="--speculative none, or the folder of a draft head",
@@ -68,7 +68,7 @@ class MtpDrafter:
     def __init__(self, forward: Forward, *, num_slots: int, num_pages: int) -> None:
         check_mtp(forward.config)
         self._forward = forward
-        self.num_drafts = forward.config.num_mtp_layers
+        self.num_drafts = forward.config.mtp.num_mtp_layers
         self._caches: list[PagedCache] = []
         if forward.decoder.mtp is not None:
             self._caches = [

@@ -61,7 +61,7 @@ def make_request(
     if limit is None:
         limit = NEW_TOKENS
         if not config.num_decoder_layers:
-            limit = max(1, min(limit, config.max_positions - len(prompt)))
+            limit = max(1, min(limit, config.positions.max_positions - len(prompt)))
     return GenerateRequest(
         number=number,
         prompt=prompt,

@@ -358,7 +358,7 @@ class Engine:
         config = self._forward.config
         if config.num_decoder_layers:
             return min(NEW_TOKENS, self.cache_tokens)
-        room = min(config.max_positions, self.cache_tokens) - len(tokens)
+        room = min(config.positions.max_positions, self.cache_tokens) - len(tokens)
         return max(1, min(NEW_TOKENS, room))
 
     def _add(self, request: GenerateRequest) -> TextRequest:
@@ -586,7 +586,7 @@ def _choose_cache_tokens(forward: Forward, max_sequences: int) -> int:
         OutOfMemoryError: not even those of one block.
     """
     config, step = forward.config, 16 * BLOCK_SIZE
-    most = min(config.max_positions, _MOST_TOKENS) * max_sequences
+    most = min(config.positions.max_positions, _MOST_TOKENS) * max_sequences
     each = max(1, (forward.cache_bytes(2 * step) - forward.cache_bytes(step)) // step)
     device = forward.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()

@@ -72,7 +72,7 @@ def plan_buckets(
     has_expert_chain = parallel.ep > 1 and any(
         p.is_expert for parameters in ranks.values() for p in parameters
     )
-    if not has_expert_chain and config.num_experts and parallel.tp % parallel.etp:
+    if not has_expert_chain and config.moe.num_experts and parallel.tp % parallel.etp:
         raise LayoutError(
             f"etp={parallel.etp} with tp={parallel.tp} and ep=1: buckets hold experts among the "
             "dense parameters of their tensor ranks",

@@ -136,7 +136,7 @@ def _read_chunks(
                 file=catalogue.root / folder,
             )
         layers = layers_of_stage(config, parallel, rank.pp, chunk)
-        first_expert = rank.ep * config.num_experts // parallel.ep
+        first_expert = rank.ep * config.moe.num_experts // parallel.ep
         renamed = [
             (stored, to_global(key, first_layer=layers.start, first_expert=first_expert))
             for stored, key in names
@@ -144,7 +144,7 @@ def _read_chunks(
             if rank.pp >= parallel.encoder_pp or not key.startswith(_OUTPUT_LAYERS)
         ]
         tensors = [replace(catalogue[stored], name=g.key) for stored, g in renamed]
-        glu = Glu(tensors, [t.name for t in tensors], config.gated)
+        glu = Glu(tensors, [t.name for t in tensors], config.mlp.gated)
         yield (
             (folder, chunk),
             [
@@ -240,16 +240,16 @@ def _parameter(
         shape[rule.tp_dim] *= ranks
     boxes = boxes_of_rank(t.name, tuple(shape), rule, ranks, index)
     key, registered_as = t.name, ""
-    is_copied = config.num_mtp_layers > 0 or parallel.encoder_pp > 0
+    is_copied = config.mtp.num_mtp_layers > 0 or parallel.encoder_pp > 0
     is_tied = (
         parallel.pp > 1
-        and (config.tied_embeddings or (is_copied and key == EMBEDDING))
+        and (config.embedding.tied_embeddings or (is_copied and key == EMBEDDING))
         and key in (EMBEDDING, OUTPUT)
     )
     if is_tied and key == OUTPUT:
         key, registered_as = EMBEDDING, OUTPUT
     if expert is not None:
-        shape = [config.num_experts, *shape]
+        shape = [config.moe.num_experts, *shape]
         boxes = tuple(((expert, *lo), (expert + 1, *hi)) for lo, hi in boxes)
     return Parameter(
         key=key,

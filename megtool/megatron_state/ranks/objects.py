@@ -62,7 +62,7 @@ def read_rank_objects(
     values_by_name: dict[str, Any] = {}
     states = RankStateCollector()
     trees = catalogue.metadata.get("rank_trees")
-    experts_per_rank = config.num_experts // parallel.ep
+    experts_per_rank = config.moe.num_experts // parallel.ep
     for folder, rank in ranks.items():
         top = dict_items(trees[folder]) if isinstance(trees, dict) and folder in trees else None
         top_level = {k: v for k, v in top or () if isinstance(k, str)}
@@ -81,7 +81,7 @@ def read_rank_objects(
                     first_expert=rank.ep * experts_per_rank,
                     experts=experts_per_rank,
                 )
-    spelling = StateNaming(0, config.num_experts, frozenset())
+    spelling = StateNaming(0, config.moe.num_experts, frozenset())
     values = states.values()
     for site, value in values.items():
         values_by_name[spelling.name(site) if isinstance(site, Site) else site] = value

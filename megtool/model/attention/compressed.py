@@ -32,8 +32,9 @@ from megtool.model.positions.rotary import Rotation
 from megtool.parallel.collectives import copy_to, gather_rows
 from megtool.parallel.context_parallel import gather_tokens, own_tokens
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.spec.checks import OVERLAP_RATIO
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
+from megtool.spec.sparse_attention import OVERLAP_RATIO
 
 
 class Compressor(nn.Module):
@@ -117,9 +118,9 @@ class CompressedIndexer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        heads, size = config.index_num_heads, config.index_head_dim
+        heads, size = config.indexer.index_num_heads, config.indexer.index_head_dim
         self.linear_wq_b = DuplicatedLinear(
-            config.q_lora_rank, heads * size, dtype=dtype, device=device
+            config.latent.q_lora_rank, heads * size, dtype=dtype, device=device
         )
         self.linear_weights_proj = DuplicatedLinear(
             config.hidden_size, heads, dtype=torch.float32, device=device
@@ -142,16 +143,16 @@ class CompressedIndexer(nn.Module):
         `ready` by keys of its own."""
         config, (b, s, _) = self.config, x_BSH.shape
         sizes = AttentionSizes(s, keys_BLE.shape[1], keys_BLE.device)
-        count = min(config.index_topk, sizes.num_keys)
+        count = min(config.indexer.index_topk, sizes.num_keys)
         if not count:
             return ready
-        query = self.linear_wq_b(query_BSC).view(b, s, config.index_num_heads, -1)
+        query = self.linear_wq_b(query_BSC).view(b, s, config.indexer.index_num_heads, -1)
         query_BSIE = turn_last(query, turn).float()
-        weights_BSI = self.linear_weights_proj(x_BSH).float() * config.index_num_heads**-0.5
+        weights_BSI = self.linear_weights_proj(x_BSH).float() * config.indexer.index_num_heads**-0.5
         parts = []
-        for rows in query_parts(s, b * config.index_num_heads * sizes.num_keys):
+        for rows in query_parts(s, b * config.indexer.index_num_heads * sizes.num_keys):
             heads = torch.einsum("bsie,ble->bsil", query_BSIE[:, rows], keys_BLE.float())
-            heads = F.relu(heads) * config.index_head_dim**-0.5
+            heads = F.relu(heads) * config.indexer.index_head_dim**-0.5
             scores_BRL = torch.einsum("bsil,bsi->bsl", heads, weights_BSI[:, rows])
             seen = ready.visible(rows, slice(0, sizes.num_keys), sizes)
             allowed = None if seen is None else seen[:, 0]
@@ -173,23 +174,25 @@ class CompressedCore(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        heads = config.num_heads // tp.size
+        heads = config.attention.num_heads // tp.size
         sinks = nn.Parameter(torch.zeros(heads, dtype=torch.float32, device=device))
         self.attn_sink = mark(sinks, split_dim=0)
-        ratio = (config.compress_ratios or ())[layer] if layer < config.num_layers else 0
+        ratio = (
+            (config.compression.compress_ratios or ())[layer] if layer < config.num_layers else 0
+        )
         self.ratio, self.compressor, self.indexer = ratio, None, None
         if ratio:
             self.compressor = Compressor(
                 config,
                 tp,
-                size=config.head_dim,
+                size=config.attention.head_dim,
                 ratio=ratio,
-                overlaps=layer in config.index_layers,
+                overlaps=layer in layer_sets.index_layers(config),
                 sequence_parallel=sequence_parallel,
                 dtype=dtype,
                 device=device,
             )
-        if layer in config.index_layers:
+        if layer in layer_sets.index_layers(config):
             self.indexer = CompressedIndexer(config, tp, dtype=dtype, device=device)
 
     def keys(
@@ -252,34 +255,35 @@ class CompressedAttention(nn.Module):
     ) -> None:
         super().__init__()
         tp = groups.tp
-        if config.out_groups % tp.size:
+        if config.compression.out_groups % tp.size:
             raise LayoutError(
-                f"{config.out_groups} groups of heads cannot be split over tp={tp.size}",
+                f"{config.compression.out_groups} groups of heads cannot be split over "
+                f"tp={tp.size}",
                 hint="tp divides out_groups",
             )
         self.config, self.layer, self.tp = config, layer, tp
         self.group_tap: ActivationHook | None = None
         self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.num_heads, size = config.num_heads // tp.size, config.head_dim
-        self.num_groups = config.out_groups // tp.size
-        hidden, rank = config.hidden_size, config.q_lora_rank
+        self.num_heads, size = config.attention.num_heads // tp.size, config.attention.head_dim
+        self.num_groups = config.compression.out_groups // tp.size
+        hidden, rank = config.hidden_size, config.latent.q_lora_rank
         options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         norm, partial = NormSpec.of(config), self.sequence_parallel
         self.linear_q_down_proj = DownLinear(hidden, rank, tp, **options)  # type: ignore[arg-type]
         self.q_layernorm = NormLayer(norm, rank, partial=partial, dtype=dtype, device=device)
-        self.linear_q_up_proj = ColumnLinear(rank, config.num_heads * size, tp, **options)  # type: ignore[arg-type]
+        self.linear_q_up_proj = ColumnLinear(rank, config.attention.num_heads * size, tp, **options)  # type: ignore[arg-type]
         self.linear_kv_proj = DownLinear(hidden, size, tp, **options)  # type: ignore[arg-type]
         self.kv_layernorm = NormLayer(norm, size, partial=partial, dtype=dtype, device=device)
         self.core_attention = CompressedCore(
             config, layer, tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
         )
-        columns = config.num_heads * size // config.out_groups
+        columns = config.attention.num_heads * size // config.compression.out_groups
         weight = torch.empty(
-            self.num_groups * config.out_lora_rank, columns, dtype=dtype, device=device
+            self.num_groups * config.compression.out_lora_rank, columns, dtype=dtype, device=device
         )
         self.linear_o_group_proj = mark(nn.Parameter(weight), split_dim=0)
         self.linear_proj = RowLinear(
-            config.out_groups * config.out_lora_rank,
+            config.compression.out_groups * config.compression.out_lora_rank,
             hidden,
             tp,
             **options,  # type: ignore[arg-type]
@@ -291,7 +295,7 @@ class CompressedAttention(nn.Module):
         turn = adjacent_pairs(frame.rotation(self.layer), config)
         query_TC = self.q_layernorm(self.linear_q_down_proj(x_TH))
         query = self.linear_q_up_proj(query_TC).view(b, s, self.num_heads, -1)
-        query = turn_last(rms_norm(query, None, config.norm_eps), turn)
+        query = turn_last(rms_norm(query, None, config.norms.norm_eps), turn)
         keys = self.kv_layernorm(self.linear_kv_proj(x_TH))
         keys = self._whole(keys if self.sequence_parallel else copy_to(keys, self.tp), frame)
         keys_BLD = turn_last(keys[:, :, None], turn).squeeze(2)
@@ -305,7 +309,9 @@ class CompressedAttention(nn.Module):
         out_TGC = turn_last(out, back).reshape(b * s, self.num_groups, -1)
         if self.group_tap is not None:
             out_TGC = self.group_tap(out_TGC.flatten(0, 1)).view(out_TGC.shape)
-        weight_GRC = self.linear_o_group_proj.view(self.num_groups, config.out_lora_rank, -1)
+        weight_GRC = self.linear_o_group_proj.view(
+            self.num_groups, config.compression.out_lora_rank, -1
+        )
         result: Tensor = self.linear_proj(
             torch.einsum("tgc,grc->tgr", out_TGC, weight_GRC).flatten(1)
         )
@@ -355,7 +361,7 @@ class CompressedAttention(nn.Module):
                     keys[:, None],
                     keys[:, None],
                     mask,
-                    scale=self.config.head_dim**-0.5,
+                    scale=self.config.attention.head_dim**-0.5,
                     sinks_N=self.core_attention.attn_sink,
                     chance=None
                     if frame.draws is None

@@ -18,6 +18,7 @@ from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import share_columns, share_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from megtool.parallel.ring_attention import ring_attention
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -137,6 +138,7 @@ def check_cache(config: ModelConfig, groups: ProcessGroups, kept_by: Group) -> N
         LayoutError: each would keep all keys, or the model compresses its keys or chooses among
             them by those of an indexer.
     """
+    compression = config.compression
     if groups.cp.size == 1:
         return
     if kept_by.size != groups.cp.size:
@@ -145,8 +147,8 @@ def check_cache(config: ModelConfig, groups: ProcessGroups, kept_by: Group) -> N
             hint="a PagedCache with cp, which `generate` has; drafts of a model's own (mtp) have "
             "none such",
         )
-    if config.is_compressed or config.index_num_heads:
-        what = "compressed keys" if config.is_compressed else "keys that an indexer chooses"
+    if compression.is_compressed or config.indexer.index_num_heads:
+        what = "compressed keys" if compression.is_compressed else "keys that an indexer chooses"
         raise LayoutError(
             f"cp is {groups.cp.size}, and a cache of {what} is not split",
             hint="--tp, --pp or --ep generate",
@@ -170,7 +172,7 @@ def check_exchange(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"cp_comm_type has {len(kinds)} types, and the model {config.num_layers} layers",
             hint="one type for all layers, or one for each, with commas",
         )
-    for layer in sorted(config.attn_layers):
+    for layer in sorted(layer_sets.attn_layers(config)):
         kind = parallel.comm_type(layer)
         if kind != "all_gather":
             _check_layer(config.at_layer(layer), layer, kind, parallel)
@@ -184,22 +186,23 @@ def check_exchange(config: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_layer(config: ModelConfig, layer: int, kind: CommType, parallel: ParallelConfig) -> None:
-    if config.is_compressed:
+    attention = config.attention
+    if config.compression.is_compressed:
         raise LayoutError(
             f"cp_comm_type is {kind}, and layer {layer} attends to compressed keys of whole rows",
             hint="--cp-comm-type all_gather",
         )
     if kind == "p2p":
         return
-    if layer in config.index_layers or config.index_num_heads:
+    if layer in layer_sets.index_layers(config) or config.indexer.index_num_heads:
         raise LayoutError(
             f"cp_comm_type is {kind}, and layer {layer} attends to tokens that an indexer chooses "
             "for each rank's own queries",
             hint="--cp-comm-type all_gather or p2p",
         )
     ranks = parallel.hierarchical_cp[0] if kind == "a2a+p2p" else parallel.cp
-    kv_heads = config.num_heads if config.kv_lora_rank else config.num_kv_heads
-    for name, number in (("query", config.num_heads), ("key and value", kv_heads)):
+    kv_heads = attention.num_heads if config.latent.kv_lora_rank else attention.num_kv_heads
+    for name, number in (("query", attention.num_heads), ("key and value", kv_heads)):
         own = max(1, number // parallel.tp)
         if own % ranks:
             raise LayoutError(

@@ -26,6 +26,7 @@ from megtool.model.positions.rotary import Rotation, has_rotation
 from megtool.parallel.collectives import copy_to, gather_columns
 from megtool.parallel.context_parallel import gather_tokens
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -90,9 +91,9 @@ def attend(
 
 def query_scale(config: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
     """The multiplier of queries by position, [B, S, 1, 1]."""
-    counted = positions_BS.float() + (not config.attn_temperature_rotated)
-    steps = torch.floor(counted / config.attn_temperature_floor)
-    scale = torch.log1p(steps) * config.attn_temperature_scale + 1
+    counted = positions_BS.float() + (not config.attention.attn_temperature_rotated)
+    steps = torch.floor(counted / config.attention.attn_temperature_floor)
+    scale = torch.log1p(steps) * config.attention.attn_temperature_scale + 1
     return scale[:, :, None, None].to(dtype)
 
 
@@ -129,53 +130,62 @@ class Attention(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
+        attention = config.attention
         super().__init__()
         tp = groups.tp.size
-        if config.num_heads % tp or (config.num_kv_heads % tp and tp % config.num_kv_heads):
+        if attention.num_heads % tp or (
+            attention.num_kv_heads % tp and tp % attention.num_kv_heads
+        ):
             raise LayoutError(
-                f"{config.num_heads} query heads and {config.num_kv_heads} key and value heads "
-                f"cannot be split over tp={tp}",
+                f"{attention.num_heads} query heads and {attention.num_kv_heads} key "
+                f"and value heads cannot be split over tp={tp}",
                 hint="tp divides the query heads, and divides or is a multiple of the others",
             )
         self.config, self.layer, self.tp = config, layer, groups.tp
         self.exchange = ContextExchange.of(groups, layer)
         self.cache_tap: KVCacheHook | None = None
-        self.num_heads = config.num_heads // tp
-        self.num_kv_heads = max(1, config.num_kv_heads // tp)
-        self.gate_heads = config.num_heads // config.num_kv_heads * config.attn_output_gate
+        self.num_heads = attention.num_heads // tp
+        self.num_kv_heads = max(1, attention.num_kv_heads // tp)
+        self.gate_heads = attention.num_heads // attention.num_kv_heads * attention.attn_output_gate
         self.scale = (
-            1 / math.sqrt(config.head_dim) if config.softmax_scale is None else config.softmax_scale
+            1 / math.sqrt(attention.head_dim)
+            if attention.softmax_scale is None
+            else attention.softmax_scale
         )
         self.has_rotation = has_rotation(config, layer)
-        self.has_tied_values = layer in config.tied_value_layers
+        self.has_tied_values = layer in layer_sets.tied_value_layers(config)
         self.kv_layer = kv_source(config, layer)
         self.has_own_kv, self.lends_kv = self.kv_layer == layer, layer in kv_sources(config)
-        d, h, norm = config.head_dim, config.hidden_size, NormSpec.before_attention(config, layer)
-        self.has_sinks = config.attn_sinks and layer in config.sink_layers
-        each = config.num_heads // config.num_kv_heads
+        d, h, norm = (
+            attention.head_dim,
+            config.hidden_size,
+            NormSpec.before_attention(config, layer),
+        )
+        self.has_sinks = attention.attn_sinks and layer in layer_sets.sink_layers(config)
+        each = attention.num_heads // attention.num_kv_heads
         kinds = (each * d, self.gate_heads * d, *self.kv_parts)
         self.linear_qkv = ColumnLinear(
             h,
-            sum(kinds) * config.num_kv_heads,
+            sum(kinds) * attention.num_kv_heads,
             groups.tp,
-            bias=config.qkv_bias,
+            bias=attention.qkv_bias,
             norm=norm,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
         )
         mark_parts(self.linear_qkv.weight, tuple(n for n in kinds if n))
-        if config.qk_norm:
-            self.q_layernorm = self._head_norm(config.num_heads, dtype=dtype, device=device)
-        if config.qk_norm and self.has_own_kv:
-            self.k_layernorm = self._head_norm(config.num_kv_heads, dtype=dtype, device=device)
+        if config.norms.qk_norm:
+            self.q_layernorm = self._head_norm(attention.num_heads, dtype=dtype, device=device)
+        if config.norms.qk_norm and self.has_own_kv:
+            self.k_layernorm = self._head_norm(attention.num_kv_heads, dtype=dtype, device=device)
         if self.has_sinks:
             self.core_attention = CoreAttention(self.num_heads, dtype=dtype, device=device)
         self.linear_proj = RowLinear(
-            config.num_heads * config.value_size,
+            attention.num_heads * attention.value_size,
             h,
             groups.tp,
-            bias=config.attn_out_bias,
+            bias=attention.attn_out_bias,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -188,19 +198,19 @@ class Attention(nn.Module):
         config, b, s = self.config, frame.num_rows, frame.num_tokens
         turn = frame.rotation(self.layer)
         query, gate, key, value = self._project(x_TH, b, s)
-        query = self._turned(query, turn, self.q_layernorm if config.qk_norm else None)
-        is_scaled = (turn is not None) == config.attn_temperature_rotated
-        if config.attn_temperature_scale and is_scaled:
+        query = self._turned(query, turn, self.q_layernorm if config.norms.qk_norm else None)
+        is_scaled = (turn is not None) == config.attention.attn_temperature_rotated
+        if config.attention.attn_temperature_scale and is_scaled:
             query = query * query_scale(config, frame.positions_BS, query.dtype)
         if self.has_own_kv:
-            key = self._turned(key, turn, self.k_layernorm if config.qk_norm else None)
+            key = self._turned(key, turn, self.k_layernorm if config.norms.qk_norm else None)
             key, value = self._kept(key, value, frame)
         else:
             key, value = frame.shared_kv[self.kv_layer]
         sinks_N = self.core_attention.softmax_offset if self.has_sinks else None
         query, rule = (
             query.transpose(1, 2),
-            ScoreRule(scale=self.scale, softcap=config.attn_softcap),
+            ScoreRule(scale=self.scale, softcap=config.attention.attn_softcap),
         )
         if frame.cp.size > 1 and not self.exchange.gathers:
             states = query, key, value
@@ -217,13 +227,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Queries or keys after their norm and rotation, in either order."""
         config = self.config
-        if norm is not None and not config.qk_norm_rotated:
+        if norm is not None and not config.norms.qk_norm_rotated:
             x_BSND = norm(x_BSND)
         if turn is not None:
-            x_BSND = rotate(x_BSND, *turn, interleaved=config.rope_interleaved)
-            if config.qk_l2_norm:
-                x_BSND = rms_norm(x_BSND, None, config.norm_eps)
-        return norm(x_BSND) if norm is not None and config.qk_norm_rotated else x_BSND
+            x_BSND = rotate(x_BSND, *turn, interleaved=config.positions.rope_interleaved)
+            if config.norms.qk_l2_norm:
+                x_BSND = rms_norm(x_BSND, None, config.norms.norm_eps)
+        return norm(x_BSND) if norm is not None and config.norms.qk_norm_rotated else x_BSND
 
     def _kept(
         self, key_BSKD: Tensor, value_BSKD: Tensor, frame: ForwardContext
@@ -231,10 +241,10 @@ class Attention(nn.Module):
         """Keys and values that queries may attend to, [B, K, L, D]: those of all ranks, unless they
         are exchanged later, and of the cache, to which new ones are added.
         """
-        if self.config.attn_value_scale != 1:
-            value_BSKD = value_BSKD * self.config.attn_value_scale
-        if self.config.value_norm:
-            value_BSKD = rms_norm(value_BSKD, None, self.config.norm_eps)
+        if self.config.attention.attn_value_scale != 1:
+            value_BSKD = value_BSKD * self.config.attention.attn_value_scale
+        if self.config.attention.value_norm:
+            value_BSKD = rms_norm(value_BSKD, None, self.config.norms.norm_eps)
         if self.cache_tap is not None:
             key_BSKD, value_BSKD = self.cache_tap(key_BSKD, value_BSKD)
         if self.exchange.gathers:
@@ -250,17 +260,20 @@ class Attention(nn.Module):
     def kv_parts(self) -> tuple[int, ...]:
         """How many rows of keys, and of values, the fused rows have for each group."""
         has_values = self.has_own_kv and not self.has_tied_values
-        return (self.config.head_dim * self.has_own_kv, self.config.value_size * has_values)
+        return (
+            self.config.attention.head_dim * self.has_own_kv,
+            self.config.attention.value_size * has_values,
+        )
 
     def _head_norm(
         self, heads: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> NormLayer | HeadsNorm:
         """The norm of queries or keys, of which a rank sees its own heads."""
         config, tp = self.config, self.tp
-        norm, d = NormSpec.of(config), config.head_dim
-        if config.qk_norm_of == "head":
+        norm, d = NormSpec.of(config), config.attention.head_dim
+        if config.norms.qk_norm_of == "head":
             return NormLayer(norm, d, partial=tp.size > 1, dtype=dtype, device=device)
-        if config.qk_norm_of == "all" and norm.kind != "rmsnorm":
+        if config.norms.qk_norm_of == "all" and norm.kind != "rmsnorm":
             raise LayoutError(
                 f"queries and keys have a norm of the kind {norm.kind!r} over all heads",
                 hint="a norm over all heads is a root mean square norm",
@@ -269,7 +282,7 @@ class Attention(nn.Module):
         copies = max(1, tp.size // heads)
         return HeadsNorm(
             norm,
-            (heads * d,) if config.qk_norm_of == "all" else (heads, d),
+            (heads * d,) if config.norms.qk_norm_of == "all" else (heads, d),
             tp,
             first=tp.rank * own // copies,
             heads=own,
@@ -284,13 +297,16 @@ class Attention(nn.Module):
         """Queries, gates, keys and values, [B, S, heads, D]; no elements of keys and values where
         those of another layer are used.
         """
-        config, d = self.config, self.config.head_dim
+        config, d = self.config, self.config.attention.head_dim
+        attention = config.attention
         rows = self.linear_qkv(x_TH)
-        share = self.tp.size // config.num_kv_heads if self.tp.size > config.num_kv_heads else 1
+        share = (
+            self.tp.size // attention.num_kv_heads if self.tp.size > attention.num_kv_heads else 1
+        )
         if share > 1:
             # copy_to adds up what the ranks that share a group's rows say about them.
             rows = copy_to(gather_columns(rows, self.tp), self.tp)
-            rows = rows.view(b * s, config.num_kv_heads, -1)[:, self.tp.rank // share]
+            rows = rows.view(b * s, attention.num_kv_heads, -1)[:, self.tp.rank // share]
         heads = self.num_heads // self.num_kv_heads * share
         sizes = (heads * d, self.gate_heads * d, *self.kv_parts)
         x = rows.view(b, s, self.num_kv_heads, sum(sizes))

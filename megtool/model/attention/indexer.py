@@ -22,6 +22,7 @@ from megtool.kernels.elementwise.rotary import rotate
 from megtool.model.forward_context import ForwardContext
 from megtool.model.layers.hooks import ActivationHook
 from megtool.model.positions.rotary import Rotation
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 EPS = 1e-6
@@ -64,8 +65,10 @@ def check_sources(config: ModelConfig, layers: Iterable[int]) -> None:
         LayoutError: naming both layers.
     """
     here = set(layers)
-    for layer in sorted(here & config.attn_layers) if config.shared_index_layers else ():
-        if (source := config.index_source(layer)) not in here:
+    for layer in (
+        sorted(here & layer_sets.attn_layers(config)) if config.indexer.shared_index_layers else ()
+    ):
+        if (source := layer_sets.index_source(config, layer)) not in here:
             raise LayoutError(
                 f"layer {layer} attends to the tokens that layer {source} chooses, which is on "
                 "another pipeline stage",
@@ -119,9 +122,13 @@ class Indexer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        heads, size, hidden = config.index_num_heads, config.index_head_dim, config.hidden_size
+        heads, size, hidden = (
+            config.indexer.index_num_heads,
+            config.indexer.index_head_dim,
+            config.hidden_size,
+        )
         self.linear_wq_b = DuplicatedLinear(
-            config.q_lora_rank, heads * size, dtype=dtype, device=device
+            config.latent.q_lora_rank, heads * size, dtype=dtype, device=device
         )
         self.linear_wk = DuplicatedLinear(hidden, size, dtype=dtype, device=device)
         self.k_norm = IndexNorm(size, dtype=dtype, device=device)
@@ -151,12 +158,12 @@ class Indexer(nn.Module):
         """
         config = self.config
         stretches = frame.stretches(layer)
-        if max(keys for keys, _ in stretches) <= config.index_topk:
+        if max(keys for keys, _ in stretches) <= config.indexer.index_topk:
             return stretches
         b, s = x_BSH.shape[:2]
-        query = self.linear_wq_b(query_BSC).view(b, s, config.index_num_heads, -1)
+        query = self.linear_wq_b(query_BSC).view(b, s, config.indexer.index_num_heads, -1)
         query = self._rotate(query, turn).float()
-        weights_BSI = self.linear_weights_proj(x_BSH).float() * config.index_num_heads**-0.5
+        weights_BSI = self.linear_weights_proj(x_BSH).float() * config.indexer.index_num_heads**-0.5
         out, size = [], s // len(stretches)
         for number, (keys, mask) in enumerate(stretches):
             part = slice(number * size, (number + 1) * size)
@@ -176,17 +183,18 @@ class Indexer(nn.Module):
             scores_BRL = torch.matmul(weights_BSI[:, rows, None], heads_BRIL).squeeze(2)
             seen = mask.visible(rows, slice(0, sizes.num_keys), sizes)
             allowed = None if seen is None else seen[:, 0]
-            parts.append(highest(scores_BRL, allowed, self.config.index_topk))
+            parts.append(highest(scores_BRL, allowed, self.config.indexer.index_topk))
         return Mask(chosen_BSC=torch.cat(parts, 1), start=sizes.offset if mask.is_causal else None)
 
     def _rotate(self, x_BSIE: Tensor, turn: Rotation | None) -> Tensor:
         """Heads whose first elements are turned: in halves, or in pairs."""
         if turn is None:
             return x_BSIE
-        config, interleaved = self.config, self.config.index_interleaved
-        if config.rope_interleaved != interleaved:
-            half = config.qk_rope_head_dim // 2
-            angles = [t[..., ::2] if config.rope_interleaved else t[..., :half] for t in turn]
+        config, interleaved = self.config, self.config.indexer.index_interleaved
+        positions = config.positions
+        if positions.rope_interleaved != interleaved:
+            half = config.latent.qk_rope_head_dim // 2
+            angles = [t[..., ::2] if positions.rope_interleaved else t[..., :half] for t in turn]
             cos, sin = (
                 t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in angles
             )

@@ -27,6 +27,7 @@ from megtool.model.positions.rotary import Rotation
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import gather_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -61,38 +62,43 @@ class LatentAttention(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
+        attention = config.attention
         super().__init__()
         tp = groups.tp
-        if config.num_heads % tp.size:
+        if attention.num_heads % tp.size:
             raise LayoutError(
-                f"{config.num_heads} heads cannot be split over tp={tp.size}",
+                f"{attention.num_heads} heads cannot be split over tp={tp.size}",
                 hint="tp divides the heads",
             )
         self.config, self.layer, self.tp = config, layer, tp
         self.cache_tap: KVCacheHook | None = None
         self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.num_heads = config.num_heads // tp.size
-        self._rule = ScoreRule(scale=softmax_scale(config), softcap=config.attn_softcap)
+        self.num_heads = attention.num_heads // tp.size
+        self._rule = ScoreRule(scale=softmax_scale(config), softcap=attention.attn_softcap)
         self.exchange = ContextExchange.of(groups, layer)
-        hidden, nope, rope = config.hidden_size, config.qk_nope_head_dim, config.qk_rope_head_dim
-        norm = NormSpec.of(config) if config.qk_norm else None
+        hidden, nope, rope = (
+            config.hidden_size,
+            config.latent.qk_nope_head_dim,
+            config.latent.qk_rope_head_dim,
+        )
+        norm = NormSpec.of(config) if config.norms.qk_norm else None
         self.q_layernorm: NormLayer | None = None
         self.kv_layernorm: NormLayer | None = None
         self.core_attention: SparseAttention | None = None
-        if layer in config.index_layers:
+        if layer in layer_sets.index_layers(config):
             self.core_attention = SparseAttention(Indexer(config, dtype=dtype, device=device))
-        if config.index_num_heads and norm is not None:
+        if config.indexer.index_num_heads and norm is not None:
             partial = self.sequence_parallel
             self.q_layernorm, self.kv_layernorm = (
                 NormLayer(norm, size, partial=partial, dtype=dtype, device=device)
-                for size in (config.q_lora_rank, config.kv_lora_rank)
+                for size in (config.latent.q_lora_rank, config.latent.kv_lora_rank)
             )
             norm = None
 
         def up(size: int, heads_size: int, norm: NormSpec | None) -> ColumnLinear:
             return ColumnLinear(
                 size,
-                config.num_heads * heads_size,
+                attention.num_heads * heads_size,
                 tp,
                 norm=norm,
                 sequence_parallel=sequence_parallel,
@@ -105,18 +111,18 @@ class LatentAttention(nn.Module):
                 hidden, size, tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
 
-        if config.q_lora_rank:
-            self.linear_q_down_proj = down(config.q_lora_rank)
-            self.linear_q_up_proj = up(config.q_lora_rank, nope + rope, norm)
+        if config.latent.q_lora_rank:
+            self.linear_q_down_proj = down(config.latent.q_lora_rank)
+            self.linear_q_up_proj = up(config.latent.q_lora_rank, nope + rope, norm)
         else:
             self.linear_q_proj = up(hidden, nope + rope, None)
-        self.linear_kv_down_proj = down(config.kv_lora_rank + rope)
-        self.linear_kv_up_proj = up(config.kv_lora_rank, nope + config.v_head_dim, norm)
+        self.linear_kv_down_proj = down(config.latent.kv_lora_rank + rope)
+        self.linear_kv_up_proj = up(config.latent.kv_lora_rank, nope + attention.v_head_dim, norm)
         self.linear_proj = RowLinear(
-            config.num_heads * config.v_head_dim,
+            attention.num_heads * attention.v_head_dim,
             hidden,
             tp,
-            bias=config.attn_out_bias,
+            bias=attention.attn_out_bias,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -128,9 +134,13 @@ class LatentAttention(nn.Module):
         turn = adjacent_pairs(frame.rotation(self.layer), config)
         query, query_TC = self._queries(x_TH)
         query = query.view(b, s, self.num_heads, -1)
-        nope, rope = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+        nope, rope = torch.split(
+            query, [config.latent.qk_nope_head_dim, config.latent.qk_rope_head_dim], -1
+        )
         latent, shared = torch.split(
-            self.linear_kv_down_proj(x_TH), [config.kv_lora_rank, config.qk_rope_head_dim], -1
+            self.linear_kv_down_proj(x_TH),
+            [config.latent.kv_lora_rank, config.latent.qk_rope_head_dim],
+            -1,
         )
         # Every rank's heads use the shared part, so that its gradient is a sum over ranks.
         of_all = gather_rows if self.sequence_parallel else copy_to
@@ -138,7 +148,7 @@ class LatentAttention(nn.Module):
         if turn is not None:
             rope = rotate(rope, *turn, interleaved=True)
             shared = rotate(shared, *turn, interleaved=True)
-        if config.attn_temperature_scale:
+        if config.attention.attn_temperature_scale:
             scale = query_scale(config, frame.positions_BS, query.dtype)
             nope, rope = nope * scale, rope * scale
         normalize = self.kv_layernorm or self.linear_kv_up_proj.normalize
@@ -156,17 +166,17 @@ class LatentAttention(nn.Module):
             out = self._attend(nope, rope, keys_values, shared, frame)
         else:
             latent = of_all(latent, self.tp).view(b, s, 1, -1)
-            if config.index_num_heads:
-                nothing = shared.new_zeros(b, s, 1, config.index_head_dim)
+            if config.indexer.index_num_heads:
+                nothing = shared.new_zeros(b, s, 1, config.indexer.index_head_dim)
                 shared = torch.cat((shared, nothing if index_keys is None else index_keys), -1)
             latent, shared = frame.cache.append(
                 self.layer, latent.transpose(1, 2), shared.transpose(1, 2)
             )
-            size = config.qk_rope_head_dim
+            size = config.latent.qk_rope_head_dim
             past_keys = shared[..., size:].transpose(1, 2)
             self._choose(x_TH, query_TC, past_keys, frame)
             out = self._attend_cached(nope, rope, latent, shared[..., :size], frame)
-        if not config.shared_index_layers:
+        if not config.indexer.shared_index_layers:
             frame.chosen.pop(self.layer, None)
         result: Tensor = self.linear_proj(out.reshape(b * s, -1))
         return result
@@ -182,7 +192,7 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries of this rank's heads, and what they are made of, in x_TH's rows."""
-        if not self.config.q_lora_rank:
+        if not self.config.latent.q_lora_rank:
             return self.linear_q_proj(x_TH), None
         normalize = self.q_layernorm or self.linear_q_up_proj.normalize
         compressed_TC = normalize(self.linear_q_down_proj(x_TH))
@@ -205,10 +215,10 @@ class LatentAttention(nn.Module):
     ) -> None:
         """Limit this layer's attention to the tokens that its indexer, or a shared one, chooses."""
         config = self.config
-        if not config.index_num_heads:
+        if not config.indexer.index_num_heads:
             return
         if self.core_attention is None or query_TC is None or keys_BL1E is None:
-            frame.chosen[self.layer] = frame.chosen[config.index_source(self.layer)]
+            frame.chosen[self.layer] = frame.chosen[layer_sets.index_source(config, self.layer)]
             return
         frame.chosen[self.layer] = self.core_attention.indexer.choose(
             self._whole(x_TH, frame),
@@ -235,7 +245,9 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Attention over per-head keys and values computed from the latents: [B, S, N, D]."""
         config = self.config
-        key, value = torch.split(keys_values_BLND, [config.qk_nope_head_dim, config.v_head_dim], -1)
+        key, value = torch.split(
+            keys_values_BLND, [config.latent.qk_nope_head_dim, config.attention.v_head_dim], -1
+        )
         shared = shared_BL1R.expand(-1, -1, self.num_heads, -1)
         query = torch.cat((nope_BSND, rope_BSNR), -1).transpose(1, 2)
         key = torch.cat((key, shared), -1).transpose(1, 2)
@@ -261,10 +273,10 @@ class LatentAttention(nn.Module):
         """
         config = self.config
         weight_OC = self._up_weight()
-        weight_NDC = weight_OC.view(self.num_heads, -1, config.kv_lora_rank)
-        sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        weight_NDC = weight_OC.view(self.num_heads, -1, config.latent.kv_lora_rank)
+        sizes = [config.latent.qk_nope_head_dim, config.attention.v_head_dim]
         key_NDC, value_NDC = torch.split(weight_NDC, sizes, 1)
-        width, rank = sum(sizes), config.kv_lora_rank
+        width, rank = sum(sizes), config.latent.kv_lora_rank
         tap = self.linear_kv_up_proj.tap
         if tap is not None or frame.num_tokens * (2 * rank - width) > rank * width:
             latent_BLC = latent_B1LC.squeeze(1)
@@ -327,10 +339,10 @@ class DownLinear(nn.Module):
 
 def softmax_scale(config: ModelConfig) -> float:
     """The factor of scores: YaRN's temperature for all dimensions is applied twice."""
-    if config.softmax_scale is not None:
-        return config.softmax_scale
-    scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    scaling = config.rope_scaling or {}
+    if config.attention.softmax_scale is not None:
+        return config.attention.softmax_scale
+    scale = 1 / math.sqrt(config.latent.qk_nope_head_dim + config.latent.qk_rope_head_dim)
+    scaling = config.positions.rope_scaling or {}
     weight, factor = scaling.get("mscale_all_dim"), scaling.get("factor")
     if weight and factor and factor > 1:
         scale *= (0.1 * weight * math.log(factor) + 1) ** 2
@@ -339,7 +351,7 @@ def softmax_scale(config: ModelConfig) -> float:
 
 def adjacent_pairs(turn: Rotation | None, config: ModelConfig) -> Rotation | None:
     """A rotation of adjacent elements, as latent attention uses in every model."""
-    if turn is None or config.rope_interleaved:
+    if turn is None or config.positions.rope_interleaved:
         return turn
     cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in turn)
     return Rotation(cos, sin)

@@ -43,15 +43,15 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.config, self.tp = config, groups.tp
         self.both_ways = config.bidirectional
-        self.num_buckets = config.relative_num_buckets // (2 if self.both_ways else 1)
-        self.max_distance = config.relative_max_distance
+        self.num_buckets = config.positions.relative_num_buckets // (2 if self.both_ways else 1)
+        self.max_distance = config.positions.relative_max_distance
         if self.num_buckets < 2 or self.max_distance <= self.num_buckets // 2:
             raise MappingError(
-                f"relative positions have {config.relative_num_buckets} buckets for distances up "
-                f"to {self.max_distance}",
+                f"relative positions have {self.num_buckets} buckets for distances up to "
+                f"{self.max_distance}",
                 hint="at least 4 buckets, and a distance beyond those that have their own",
             )
-        shape = config.relative_num_buckets, config.num_heads
+        shape = config.positions.relative_num_buckets, config.attention.num_heads
         self.relative_attention_bias = nn.Embedding(*shape, dtype=dtype, device=device)
         pp = groups.pp
         for parameter in self.parameters():

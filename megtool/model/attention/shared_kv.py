@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megtool.errors import LayoutError
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -12,16 +13,17 @@ def kv_source(config: ModelConfig, layer: int) -> int:
     """The layer whose keys and values a layer attends to: itself, or the last one before it with
     some of its own and a window as well, or none as well.
     """
-    shared = config.shared_kv_layers
+    window = config.window
+    shared = layer_sets.shared_kv_layers(config)
     if layer not in shared:
         return layer
-    is_local = config.has_window(layer)
-    return max(n for n in range(layer) if n not in shared and config.has_window(n) == is_local)
+    is_local = window.has_window(layer)
+    return max(n for n in range(layer) if n not in shared and window.has_window(n) == is_local)
 
 
 def kv_sources(config: ModelConfig) -> frozenset[int]:
     """The layers to whose keys and values other layers attend."""
-    return frozenset(kv_source(config, n) for n in config.shared_kv_layers)
+    return frozenset(kv_source(config, n) for n in layer_sets.shared_kv_layers(config))
 
 
 def check_kv_sources(config: ModelConfig, layers: Iterable[int]) -> None:
@@ -31,7 +33,7 @@ def check_kv_sources(config: ModelConfig, layers: Iterable[int]) -> None:
         LayoutError: naming both layers.
     """
     here = set(layers)
-    for layer in sorted(here & config.shared_kv_layers):
+    for layer in sorted(here & layer_sets.shared_kv_layers(config)):
         if (source := kv_source(config, layer)) not in here:
             raise LayoutError(
                 f"layer {layer} attends to keys and values of layer {source}, which is on another "

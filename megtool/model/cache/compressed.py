@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megtool.model.cache.key_windows import KeyWindows
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -28,7 +29,7 @@ class CompressedKeys:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        ratios = config.compress_ratios or ()
+        ratios = config.compression.compress_ratios or ()
         self.ratios = {n: ratios[n] for n in layers if n < len(ratios) and ratios[n]}
         self._keys: dict[int, list[Tensor]] = {}
         self._slots: dict[int, Tensor] = {}
@@ -37,9 +38,9 @@ class CompressedKeys:
         """Storage of layers with windows of `ratio` tokens, zero at first."""
         config = self.config
         for layer in (n for n, r in self.ratios.items() if r == ratio):
-            sizes = [config.head_dim]
-            if layer in config.index_layers:
-                sizes.append(config.index_head_dim)
+            sizes = [config.attention.head_dim]
+            if layer in layer_sets.index_layers(config):
+                sizes.append(config.indexer.index_head_dim)
             self._keys[layer] = [
                 torch.zeros(num_slots + 1, size, dtype=self.dtype, device=self.device)
                 for size in sizes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megtool.model.cache.key_span import KeySpan
-from megtool.spec.checks import OVERLAP_RATIO
+from megtool.spec.sparse_attention import OVERLAP_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

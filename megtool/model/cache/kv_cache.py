@@ -16,6 +16,7 @@ from megtool.model.cache.compressed import CompressedKeys
 from megtool.model.cache.key_span import KeySpan
 from megtool.model.cache.recurrent_state import Mixers, RecurrentStates, StateName
 from megtool.parallel.process_groups import ALONE, Group
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -87,19 +88,23 @@ class EntrySize:
     @classmethod
     def of(cls, config: ModelConfig, tp: int = 1) -> EntrySize:
         """A layer's, cut over `tp` ranks; ranks that share a head keep a copy each."""
-        if config.kv_lora_rank:
-            index = config.index_head_dim if config.index_num_heads else 0
-            value_size = config.qk_rope_head_dim + index
-            return cls(num_heads=1, key_size=config.kv_lora_rank, value_size=value_size)
-        if config.is_compressed:
-            return cls(num_heads=1, key_size=config.head_dim, value_size=0)
-        heads = max(1, config.num_kv_heads // tp)
-        return cls(num_heads=heads, key_size=config.head_dim, value_size=config.value_size)
+        if config.latent.kv_lora_rank:
+            index = config.indexer.index_head_dim if config.indexer.index_num_heads else 0
+            value_size = config.latent.qk_rope_head_dim + index
+            return cls(num_heads=1, key_size=config.latent.kv_lora_rank, value_size=value_size)
+        if config.compression.is_compressed:
+            return cls(num_heads=1, key_size=config.attention.head_dim, value_size=0)
+        heads = max(1, config.attention.num_kv_heads // tp)
+        return cls(
+            num_heads=heads,
+            key_size=config.attention.head_dim,
+            value_size=config.attention.value_size,
+        )
 
 
 def entry_sizes(config: ModelConfig, layers: Iterable[int], tp: int = 1) -> dict[int, EntrySize]:
     """The sizes of those of the layers that have attention to keys and values of their own."""
-    own = config.attn_layers - config.shared_kv_layers
+    own = layer_sets.attn_layers(config) - layer_sets.shared_kv_layers(config)
     return {n: EntrySize.of(config.at_layer(n), tp) for n in layers if n in own}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megtool.model.cache.key_windows import num_kept_tokens
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 StateName = Literal["conv", "recurrent"]
@@ -33,21 +34,24 @@ class MixerSize:
     @classmethod
     def mamba(cls, config: ModelConfig, tp: int = 1) -> MixerSize:
         """A Mamba-2 mixer, cut over `tp` ranks by heads and groups."""
-        heads, size = config.mamba_num_heads // tp, config.mamba_head_dim
-        groups = config.mamba_num_groups // tp
+        heads, size = config.mamba.mamba_num_heads // tp, config.mamba.mamba_head_dim
+        groups = config.mamba.mamba_num_groups // tp
         return cls(
-            num_taps=config.mamba_conv_kernel,
-            num_channels=heads * size + 2 * groups * config.mamba_state_dim,
-            recurrent=(heads, size, config.mamba_state_dim),
+            num_taps=config.mamba.mamba_conv_kernel,
+            num_channels=heads * size + 2 * groups * config.mamba.mamba_state_dim,
+            recurrent=(heads, size, config.mamba.mamba_state_dim),
         )
 
     @classmethod
     def delta_net(cls, config: ModelConfig, tp: int = 1) -> MixerSize:
         """A gated delta net or Kimi delta attention, cut over `tp` ranks by key and value heads."""
-        keys, values = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
-        key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = (
+            config.delta.linear_num_key_heads // tp,
+            config.delta.linear_num_value_heads // tp,
+        )
+        key_size, value_size = config.delta.linear_key_head_dim, config.delta.linear_value_head_dim
         return cls(
-            num_taps=config.linear_conv_kernel,
+            num_taps=config.delta.linear_conv_kernel,
             num_channels=2 * keys * key_size + values * value_size,
             recurrent=(values, key_size, value_size),
         )
@@ -56,7 +60,7 @@ class MixerSize:
     def short_conv(cls, config: ModelConfig, tp: int = 1) -> MixerSize:
         """A gated short convolution, cut over `tp` ranks by channels; it sums up nothing."""
         return cls(
-            num_taps=config.short_conv_taps,
+            num_taps=config.short_conv.short_conv_taps,
             num_channels=config.hidden_size // tp,
             recurrent=(0, 0, 0),
         )
@@ -64,8 +68,11 @@ class MixerSize:
     @classmethod
     def compressor(cls, config: ModelConfig, layer: int) -> MixerSize:
         """What makes compressed keys, its indexer's among them; the same on every rank."""
-        ratio, overlaps = (config.compress_ratios or ())[layer], layer in config.index_layers
-        size = config.head_dim + (config.index_head_dim if overlaps else 0)
+        ratio, overlaps = (
+            (config.compression.compress_ratios or ())[layer],
+            layer in layer_sets.index_layers(config),
+        )
+        size = config.attention.head_dim + (config.indexer.index_head_dim if overlaps else 0)
         return cls(
             num_taps=num_kept_tokens(ratio) + 1,
             num_channels=2 * size * (1 + overlaps),
@@ -84,13 +91,13 @@ class Mixers:
         """Those of a model among `layers`."""
         sizes = {}
         for layer in layers:
-            if layer in config.mamba_layers:
+            if layer in layer_sets.mamba_layers(config):
                 sizes[layer] = MixerSize.mamba(config, tp)
-            elif layer in config.delta_layers | config.kda_layers:
+            elif layer in layer_sets.delta_layers(config) | layer_sets.kda_layers(config):
                 sizes[layer] = MixerSize.delta_net(config, tp)
-            elif layer in config.conv_layers:
+            elif layer in layer_sets.conv_layers(config):
                 sizes[layer] = MixerSize.short_conv(config, tp)
-            elif layer in config.compressed_layers:
+            elif layer in config.compression.compressed_layers:
                 sizes[layer] = MixerSize.compressor(config, layer)
         return cls(sizes)
 

@@ -36,7 +36,7 @@ class SourceCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_slots, config.num_heads // tp, max_tokens, config.head_dim)
+        shape = (num_slots, config.attention.num_heads // tp, max_tokens, config.attention.head_dim)
         numbers = tuple(layers)
         self.keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in numbers}
         self.values = {n: torch.zeros(shape, dtype=dtype, device=device) for n in numbers}

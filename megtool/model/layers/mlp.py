@@ -20,13 +20,13 @@ XIELU = "xielu"
 
 def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
     """The activation between an MLP's two projections, gated or not."""
-    kind = config.activation
-    if not config.gated:
+    kind = config.mlp.activation
+    if not config.mlp.gated:
         return activate(x_TF, kind)
-    if config.mlp_gate_scale != 1:
+    if config.mlp.mlp_gate_scale != 1:
         gate_TF, up_TF = x_TF.chunk(2, -1)
-        x_TF = torch.cat((gate_TF * config.mlp_gate_scale, up_TF), -1)
-    return gated(x_TF, kind, limit=config.activation_limit, offset=config.glu_offset)
+        x_TF = torch.cat((gate_TF * config.mlp.mlp_gate_scale, up_TF), -1)
+    return gated(x_TF, kind, limit=config.mlp.activation_limit, offset=config.mlp.glu_offset)
 
 
 class XIelu(nn.Module):
@@ -80,23 +80,23 @@ class Mlp(nn.Module):
         self.norm_product: NormProduct | None = None
         self.linear_fc1 = ColumnLinear(
             config.hidden_size,
-            config.ffn_hidden_size * (2 if config.gated else 1),
+            config.mlp.ffn_hidden_size * (2 if config.mlp.gated else 1),
             groups.tp,
-            bias=config.mlp_bias,
-            norm=None if config.shared_norm else NormSpec.before_branches(config),
+            bias=config.mlp.mlp_bias,
+            norm=None if config.norms.shared_norm else NormSpec.before_branches(config),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
         )
         self.activation_func: XIelu | None = None
-        if config.activation == XIELU:
+        if config.mlp.activation == XIELU:
             is_partial = groups.tp.size > 1
             self.activation_func = XIelu(partial=is_partial, dtype=dtype, device=device)
         self.linear_fc2 = RowLinear(
-            config.ffn_hidden_size,
+            config.mlp.ffn_hidden_size,
             config.hidden_size,
             groups.tp,
-            bias=config.mlp_bias,
+            bias=config.mlp.mlp_bias,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -115,4 +115,4 @@ class Mlp(nn.Module):
             else:
                 inner = self.activation_func(inner)
             out = self.linear_fc2(inner)
-        return out if self.config.mlp_out_scale == 1 else out * self.config.mlp_out_scale
+        return out if self.config.mlp.mlp_out_scale == 1 else out * self.config.mlp.mlp_out_scale

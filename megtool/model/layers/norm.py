@@ -11,6 +11,7 @@ from megtool.kernels.elementwise.norm import add_layer_norm, add_rms_norm, layer
 from megtool.model.layers.param_attributes import mark
 from megtool.parallel.collectives import copy_to, reduce_from
 from megtool.parallel.process_groups import Group
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -32,29 +33,29 @@ class NormSpec:
     def of(cls, config: ModelConfig) -> NormSpec:
         """The norm before attention, MLP and output layer."""
         return cls(
-            kind=config.norm,
-            eps=config.norm_eps,
-            zero_centered=config.zero_centered_norm,
-            shifts=config.norm_bias,
-            weighs=config.norm_weight,
+            kind=config.norms.norm,
+            eps=config.norms.norm_eps,
+            zero_centered=config.norms.zero_centered_norm,
+            shifts=config.norms.norm_bias,
+            weighs=config.norms.norm_weight,
         )
 
     @classmethod
     def before_branches(cls, config: ModelConfig) -> NormSpec | None:
         """The norm before attention and MLP, if the model has any there."""
-        return cls.of(config) if config.pre_norms else None
+        return cls.of(config) if config.norms.pre_norms else None
 
     @classmethod
     def before_attention(cls, config: ModelConfig, layer: int) -> NormSpec | None:
         """The norm before a layer's attention, if it has any there and feeds nothing else."""
-        if layer in config.parallel_layers:
+        if layer in layer_sets.parallel_layers(config):
             return None
-        return cls.before_branches(config) if layer or config.first_attn_norm else None
+        return cls.before_branches(config) if layer or config.norms.first_attn_norm else None
 
     @classmethod
     def before_mixer(cls, config: ModelConfig, layer: int) -> NormSpec | None:
         """The norm before a layer's recurrent mixer, if it feeds nothing else."""
-        return None if layer in config.parallel_layers else cls.of(config)
+        return None if layer in layer_sets.parallel_layers(config) else cls.of(config)
 
     @property
     def has_bias(self) -> bool:

@@ -49,7 +49,7 @@ class Balance:
         # Tensors that stay where they are: a CUDA graph of a pass adds to them.
         self.factor = torch.ones((), device=groups.device)
         self.aux, self.z, self.passes = torch.zeros(3, device=groups.device).unbind()
-        self.load_E = torch.zeros(config.num_experts, device=groups.device)
+        self.load_E = torch.zeros(config.moe.num_experts, device=groups.device)
 
     def begin(self, factor: float) -> None:
         """Reset the counts, and multiply gradients by `factor` from now on."""
@@ -111,9 +111,9 @@ class Balance:
         chosen_BE = torch.stack([chosen_TE[row].sum(0) for row in rows])
         for group in self._shared:
             chosen_BE = all_sum(chosen_BE, group)
-        k = config.num_experts_per_token
+        k = config.moe.num_experts_per_token
         num = (chosen_BE.sum() / k).clamp(min=1)  # of tokens; where none counts all sums are zero
-        aux = (scores_BE * chosen_BE).sum() * (config.num_experts / (k * num_rows))
+        aux = (scores_BE * chosen_BE).sum() * (config.moe.num_experts / (k * num_rows))
         return aux / (num / num_rows).square(), z_T1.sum() / num
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class Balance:
         ones_TK = torch.ones(experts_TK.shape, device=experts_TK.device)
         if counted_T1 is not None:
             ones_TK = ones_TK * counted_T1
-        load_E = ones_TK.new_zeros(self.config.num_experts)
+        load_E = ones_TK.new_zeros(self.config.moe.num_experts)
         self.load_E.add_(load_E.index_add(0, experts_TK.flatten(), ones_TK.flatten()))
         self.passes.add_(1)
 
@@ -137,12 +137,12 @@ def scores_of(logits_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Scores that add up to one for each token, and 1 for the best of them, which say nothing of
     groups of experts or of a bias that chooses; float32."""
     logits_TE = logits_TE.float()
-    if config.router_score == "sigmoid":
+    if config.router.router_score == "sigmoid":
         scores_TE = logits_TE.sigmoid()
         scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     else:
         scores_TE = logits_TE.softmax(-1)
-    best_TK = scores_TE.detach().topk(config.num_experts_per_token, -1).indices
+    best_TK = scores_TE.detach().topk(config.moe.num_experts_per_token, -1).indices
     return scores_TE, torch.zeros_like(scores_TE).scatter(1, best_TK, 1.0)
 
 

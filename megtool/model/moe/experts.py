@@ -89,7 +89,7 @@ class MoeMlp(nn.Module):
             device=device,
         )
         # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
-        if size := config.moe_latent_size:
+        if size := config.moe.moe_latent_size:
             down, up = (config.hidden_size, size), (size, config.hidden_size)
             self.fc1_latent_proj, self.fc2_latent_proj = (
                 DownLinear(
@@ -104,7 +104,7 @@ class MoeMlp(nn.Module):
         experts = Experts(config, groups, dtype=dtype, device=device)
         self.experts = nn.ModuleDict({"experts": experts})
         self.post_moe_layernorm: NormLayer | None = None
-        if config.expert_norms:
+        if config.moe.expert_norms:
             self.post_moe_layernorm = NormLayer(
                 NormSpec.of(config),
                 config.hidden_size,
@@ -113,7 +113,7 @@ class MoeMlp(nn.Module):
                 device=device,
             )
         self.shared_experts = None
-        if config.shared_ffn_hidden_size:
+        if config.moe.shared_ffn_hidden_size:
             self.shared_experts = SharedExperts(
                 config, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
@@ -146,13 +146,13 @@ class MoeMlp(nn.Module):
         """
         config = self.config
         whole_TH = x_TH if residual_TH is None else residual_TH
-        routed_TH = whole_TH if config.router_norm else x_TH
+        routed_TH = whole_TH if config.router.router_norm else x_TH
         if self.shows_all:
             self._show_all(x_TH, routed_TH)
         experts_TK, probs_TK = self.router(routed_TH, frame)
         shared: SharedPass | None = None
         if self.shared_experts is not None:
-            shared = SharedPass(self.shared_experts, whole_TH if config.expert_norms else x_TH)
+            shared = SharedPass(self.shared_experts, whole_TH if config.moe.expert_norms else x_TH)
         overlaps = self.overlaps_shared_experts and not self.is_in_place
         out_TH = self._routed(x_TH, experts_TK, probs_TK, shared if overlaps else None)
         if self.post_moe_layernorm is not None:
@@ -166,7 +166,7 @@ class MoeMlp(nn.Module):
         probs_TK: Tensor,
         shared: SharedPass | None = None,
     ) -> Tensor:
-        if not self.config.moe_latent_size:
+        if not self.config.moe.moe_latent_size:
             return self._by_experts(x_TH, experts_TK, probs_TK, shared)
         latent_TH = self._by_experts(self.fc1_latent_proj(x_TH), experts_TK, probs_TK, shared)
         out_TH: Tensor = self.fc2_latent_proj(latent_TH)
@@ -187,8 +187,8 @@ class MoeMlp(nn.Module):
         experts_TE, probs_TE = self.router.all(routed_TH)
         self.is_showing = True
         try:
-            for part in range(0, experts_TE.shape[1], self.config.num_experts_per_token):
-                some = slice(part, part + self.config.num_experts_per_token)
+            for part in range(0, experts_TE.shape[1], self.config.moe.num_experts_per_token):
+                some = slice(part, part + self.config.moe.num_experts_per_token)
                 self._routed(x_TH, experts_TE[:, some], probs_TE[:, some])
         finally:
             self.is_showing = False
@@ -212,7 +212,7 @@ class MoeMlp(nn.Module):
             labels_T = None if labels_T is None else gather_rows(labels_T, tp)
         else:
             x_TH, probs_TK = copy_to(x_TH, tp), copy_to(probs_TK, tp)
-        rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
+        rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.moe.num_experts)
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
         self._label(labels_T, row_ids_R, experts_TK.shape[1], None)
         out_TH = unpermute(self.experts["experts"](rows_RH, counts_E), row_ids_R, probs_TK)
@@ -247,7 +247,7 @@ class MoeMlp(nn.Module):
         shared: SharedPass | None,
     ) -> Tensor:
         """Dispatch this rank's tokens to their experts and combine the results."""
-        rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
+        rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.moe.num_experts)
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
         route = Route.of(counts_E, self.groups.ep, self.groups.etp)
         self._label(labels_T, row_ids_R, experts_TK.shape[1], route)
@@ -260,7 +260,7 @@ class MoeMlp(nn.Module):
         self, rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Where shares scale what experts are given: rows times shares, and shares of one."""
-        if not self.config.router_scales_input:
+        if not self.config.router.router_scales_input:
             return rows_RH, probs_TK
         probs_R = probs_TK.flatten()[row_ids_R].to(rows_RH.dtype)
         return rows_RH * probs_R.unsqueeze(1), torch.ones_like(probs_TK)
@@ -279,10 +279,10 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        num = groups.ep.part(config.num_experts, "num_experts")
-        ffn = groups.etp.part(config.moe_ffn_hidden_size, "moe_ffn_hidden_size")
-        hidden = config.moe_latent_size or config.hidden_size
-        inner, bias = ffn * (2 if config.gated else 1), config.mlp_bias
+        num = groups.ep.part(config.moe.num_experts, "num_experts")
+        ffn = groups.etp.part(config.moe.moe_ffn_hidden_size, "moe_ffn_hidden_size")
+        hidden = config.moe.moe_latent_size or config.hidden_size
+        inner, bias = ffn * (2 if config.mlp.gated else 1), config.mlp.mlp_bias
         self.linear_fc1 = ExpertLinear(
             num, hidden, inner, groups.etp, bias=bias, split_dim=1, dtype=dtype, device=device
         )
@@ -467,17 +467,17 @@ class SharedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        hidden, ffn = config.hidden_size, config.shared_ffn_hidden_size
+        hidden, ffn = config.hidden_size, config.moe.shared_ffn_hidden_size
         self.gate_weight = None
-        if config.shared_expert_gate:
+        if config.moe.shared_expert_gate:
             weight = torch.empty(1, hidden, dtype=dtype, device=device)
             is_partial = sequence_parallel and groups.tp.size > 1
             self.gate_weight = mark(nn.Parameter(weight), partial=is_partial)
         self.linear_fc1 = ColumnLinear(
             hidden,
-            ffn * (2 if config.gated else 1),
+            ffn * (2 if config.mlp.gated else 1),
             groups.tp,
-            norm=NormSpec.of(config) if config.expert_norms else None,
+            norm=NormSpec.of(config) if config.moe.expert_norms else None,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -490,7 +490,7 @@ class SharedExperts(nn.Module):
             dtype=dtype,
             device=device,
         )
-        if config.expert_norms:
+        if config.moe.expert_norms:
             is_partial = sequence_parallel and groups.tp.size > 1
             norm = NormSpec.of(config)
             after = NormLayer(norm, hidden, partial=is_partial, dtype=dtype, device=device)
@@ -507,7 +507,7 @@ class SharedExperts(nn.Module):
     def contract(self, inner_TF: Tensor, x_TH: Tensor) -> Tensor:
         """The output for what `expand` gave of x_TH."""
         out: Tensor = self.linear_fc2(inner_TF)
-        if self.config.expert_norms:
+        if self.config.moe.expert_norms:
             out = self.linear_fc2.get_submodule("post_layernorm")(out)
         if self.gate_weight is not None:
             out = out * F.linear(x_TH, self.gate_weight).sigmoid()

@@ -6,8 +6,6 @@ models of the families in converters/.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from megtool.model.layers.param_attributes import mark
 from megtool.model.moe.aux_loss import Balance
 from megtool.parallel.collectives import scatter_rows
 from megtool.parallel.process_groups import ALONE, Group
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 SPARSEMIXER = "sparsemixer"
@@ -32,7 +31,7 @@ def check_trainable(config: ModelConfig) -> None:
     Raises:
         UsageError: they are sampled.
     """
-    if config.router_score == SPARSEMIXER:
+    if config.router.router_score == SPARSEMIXER:
         raise UsageError(
             "experts are sampled in training (SparseMixer, Phi-MoE), which megtool does not do",
             hint="megtool generate, evaluate, quantize and export run such a model",
@@ -67,24 +66,24 @@ class Router(nn.Module):
         self.config, self.layer, self.group = config, layer, group
         self.tap: ActivationHook | None = None
         self.balance: Balance | None = None
-        num, hidden = config.num_experts, config.hidden_size
+        num, hidden = config.moe.num_experts, config.hidden_size
         weight = torch.empty(num, hidden, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=partial)
         self.bias = self.expert_bias = self.scale = self.per_expert_scale = None
-        if config.router_norm:
+        if config.router.router_norm:
             self.scale, self.per_expert_scale = (
                 mark(nn.Parameter(torch.ones(n, dtype=dtype, device=device)), partial=partial)
                 for n in (hidden, num)
             )
-        if config.router_bias:
+        if config.router.router_bias:
             bias = torch.zeros(num, dtype=dtype, device=device)
             self.bias = mark(nn.Parameter(bias), partial=partial)
         self.tid2eid: nn.Parameter | None = None
-        if layer in config.hash_layers:
-            shape = (config.vocab_size, config.num_experts_per_token)
+        if layer in layer_sets.hash_layers(config):
+            shape = (config.embedding.vocab_size, config.moe.num_experts_per_token)
             table = torch.zeros(shape, dtype=torch.int64, device=device)
             self.tid2eid = mark(nn.Parameter(table, requires_grad=False))
-        elif config.router_expert_bias:
+        elif config.router.router_expert_bias:
             counted = torch.zeros(num, dtype=torch.float32, device=device)
             self.expert_bias = mark(nn.Parameter(counted, requires_grad=False))
 
@@ -118,8 +117,8 @@ class Router(nn.Module):
 
     def all(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """All experts for each token, experts_TE, and the share each of them would have."""
-        every = self.config.num_experts
-        config = replace(self.config, num_experts_per_token=every, router_topk_groups=0)
+        every = self.config.moe.num_experts
+        config = self.config.with_fields(num_experts_per_token=every, router_topk_groups=0)
         return self._choose(self.logits(x_TH), config)
 
     def _choose(
@@ -133,9 +132,9 @@ class Router(nn.Module):
     def logits(self, x_TH: Tensor) -> Tensor:
         """The router's logits_TE, in x's dtype or (if the model requires it) in fp32."""
         if self.scale is not None:
-            x_TH = rms_norm(x_TH, None, self.config.norm_eps)
+            x_TH = rms_norm(x_TH, None, self.config.norms.norm_eps)
             x_TH = x_TH * self.scale * self.config.hidden_size**-0.5
-        if not self.config.router_fp32:
+        if not self.config.router.router_fp32:
             return F.linear(x_TH, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
         return F.linear(x_TH.float(), self.weight.float(), bias)
@@ -156,35 +155,35 @@ def choose(
     multiplies all shares. `listed_TK` are the experts where a table says them.
     """
     logits_TE = logits_TE.float()
-    if config.router_score == SPARSEMIXER:
+    if config.router.router_score == SPARSEMIXER:
         return _choose_in_turn(logits_TE, config)
-    if config.router_score == "sigmoid":
+    if config.router.router_score == "sigmoid":
         scores_TE = logits_TE.sigmoid()
-    elif config.router_score == "sqrtsoftplus":
+    elif config.router.router_score == "sqrtsoftplus":
         scores_TE = F.softplus(logits_TE).sqrt()
-    elif config.router_pre_softmax:
+    elif config.router.router_pre_softmax:
         scores_TE = logits_TE.softmax(-1)
     else:
         scores_TE = logits_TE
-    has_groups = config.router_topk_groups > 0 and config.router_num_groups > 1
+    has_groups = config.router.router_topk_groups > 0 and config.router.router_num_groups > 1
     if expert_bias_E is not None:
-        is_raw = config.router_score == "softmax" and not config.router_pre_softmax
+        is_raw = config.router.router_score == "softmax" and not config.router.router_pre_softmax
         ranked_TE = (logits_TE.softmax(-1) if is_raw else scores_TE).detach() + expert_bias_E
     else:  # scores keep the order of logits, of which large ones have the same score
         ranked_TE = (scores_TE if has_groups else logits_TE).detach()
     if has_groups:
         ranked_TE = _within_best_groups(ranked_TE, config)
     if listed_TK is None:
-        listed_TK = ranked_TE.topk(config.num_experts_per_token, -1).indices
+        listed_TK = ranked_TE.topk(config.moe.num_experts_per_token, -1).indices
     experts_TK = listed_TK
     probs_TK = scores_TE.gather(-1, experts_TK)
-    if config.router_score != "softmax":
-        if config.num_experts_per_token > 1 and not config.router_scales_input:
+    if config.router.router_score != "softmax":
+        if config.moe.num_experts_per_token > 1 and not config.router.router_scales_input:
             probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
-    elif not config.router_pre_softmax:
+    elif not config.router.router_pre_softmax:
         probs_TK = probs_TK.softmax(-1)
-    if config.router_scaling != 1:
-        probs_TK = probs_TK * config.router_scaling
+    if config.router.router_scaling != 1:
+        probs_TK = probs_TK * config.router.router_scaling
     return experts_TK, probs_TK
 
 
@@ -193,17 +192,17 @@ def _choose_in_turn(logits_TE: Tensor, config: ModelConfig) -> tuple[Tensor, Ten
     share in a softmax over all that are about as good, then the best of the others, and so on.
     """
     left_TE, experts, probs = logits_TE, [], []
-    for _ in range(config.num_experts_per_token):
+    for _ in range(config.moe.num_experts_per_token):
         best_T1, expert_T1 = left_TE.detach().max(-1, keepdim=True)
         size_TE = logits_TE.detach().abs().clamp(min=best_T1)
-        is_far_TE = (best_T1 - logits_TE.detach()) / size_TE > 2 * config.router_jitter
+        is_far_TE = (best_T1 - logits_TE.detach()) / size_TE > 2 * config.router.router_jitter
         shares_TE = left_TE.masked_fill(is_far_TE, float("-inf")).softmax(-1)
         experts.append(expert_T1)
         probs.append(shares_TE.gather(-1, expert_T1))
         left_TE = left_TE.scatter(-1, expert_T1, float("-inf"))
     probs_TK = torch.cat(probs, -1)
-    if config.router_scaling != 1:
-        probs_TK = probs_TK * config.router_scaling
+    if config.router.router_scaling != 1:
+        probs_TK = probs_TK * config.router.router_scaling
     return torch.cat(experts, -1), probs_TK
 
 
@@ -212,25 +211,25 @@ def _within_best_groups(ranked_TE: Tensor, config: ModelConfig) -> Tensor:
 
     A group counts as much as the sum of its best experts.
     """
-    groups_TGE = ranked_TE.reshape(ranked_TE.shape[0], config.router_num_groups, -1)
-    num_best = config.router_group_best or max(
-        1, config.num_experts_per_token // config.router_topk_groups
+    groups_TGE = ranked_TE.reshape(ranked_TE.shape[0], config.router.router_num_groups, -1)
+    num_best = config.router.router_group_best or max(
+        1, config.moe.num_experts_per_token // config.router.router_topk_groups
     )
     best_TG = groups_TGE.topk(min(num_best, groups_TGE.shape[-1]), -1).values.sum(-1)
-    chosen = best_TG.topk(config.router_topk_groups, -1, sorted=False).indices
+    chosen = best_TG.topk(config.router.router_topk_groups, -1, sorted=False).indices
     is_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(-1, chosen, False)
     return groups_TGE.masked_fill(is_out_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def _check(config: ModelConfig) -> None:
-    if config.router_score not in SCORES:
+    if config.router.router_score not in SCORES:
         raise MappingError(
-            f"router_score is {config.router_score!r}", hint=f"known: {', '.join(SCORES)}"
+            f"router_score is {config.router.router_score!r}", hint=f"known: {', '.join(SCORES)}"
         )
-    num, chosen = config.num_experts, config.num_experts_per_token
+    num, chosen = config.moe.num_experts, config.moe.num_experts_per_token
     if not 0 < chosen <= num:
         raise MappingError(f"num_experts_per_token is {chosen}, of {num} experts")
-    groups, best = config.router_num_groups, config.router_topk_groups
+    groups, best = config.router.router_num_groups, config.router.router_topk_groups
     if groups > 1 and best and (num % groups or best > groups or chosen > best * (num // groups)):
         raise MappingError(
             f"{chosen} of {num} experts cannot be chosen from {best} of {groups} groups",

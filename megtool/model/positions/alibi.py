@@ -17,10 +17,10 @@ from megtool.spec.model_config import ModelConfig
 
 def slopes_of(config: ModelConfig, tp: Group, device: torch.device | str) -> Tensor | None:
     """The slope of each head of this rank, float32 [N]; None where scores have none."""
-    if config.position_embedding != "alibi":
+    if config.positions.position_embedding != "alibi":
         return None
-    slopes_N = slopes(config.num_heads, config.alibi_bias_max, device)
-    heads = config.num_heads // tp.size
+    slopes_N = slopes(config.attention.num_heads, config.positions.alibi_bias_max, device)
+    heads = config.attention.num_heads // tp.size
     return slopes_N[tp.rank * heads : (tp.rank + 1) * heads]
 
 

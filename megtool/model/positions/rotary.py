@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +33,17 @@ class Rotation(NamedTuple):
 
 def has_rotation(config: ModelConfig, layer: int) -> bool:
     """The layer turns its queries and keys."""
-    if config.position_embedding != "rope":
+    if config.positions.position_embedding != "rope":
         return False
-    without = config.no_rope_layers
+    without = config.positions.no_rope_layers
     return without is None or layer >= len(without) or not without[layer]
 
 
 def rotary_size(config: ModelConfig) -> int:
     """How many elements of a head turn (R)."""
-    if config.kv_lora_rank:
-        return config.qk_rope_head_dim
-    return int(config.head_dim * config.rotary_percent)
+    if config.latent.kv_lora_rank:
+        return config.latent.qk_rope_head_dim
+    return int(config.attention.head_dim * config.positions.rotary_percent)
 
 
 class Frequencies(NamedTuple):
@@ -65,19 +64,19 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> None:
-        if config.is_compressed:
-            base = config.compress_rope_base
-            config = replace(config, rope_base=base, rope_local_base=config.rope_base)
+        if config.compression.is_compressed:
+            base = config.compression.compress_rope_base
+            config = config.with_fields(rope_base=base, rope_local_base=config.positions.rope_base)
         self.config, self.dtype = config, dtype
         self.size = rotary_size(config)
-        self.scaling = dict(config.rope_scaling or {})
+        self.scaling = dict(config.positions.rope_scaling or {})
         self.kind = str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
         if self.kind == "dynamic" and self.scaling.get("alpha"):
             self.kind = _NTK_BY_ALPHA
         self._known: dict[tuple[Any, ...], Frequencies] = {}
         self._of_size: dict[int, Rotary] = {}
         self._last_rotations: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
-        if config.position_embedding == "rope":
+        if config.positions.position_embedding == "rope":
             self.frequencies(self.original_length, is_local=False)
             self.frequencies(self.original_length + 1, is_local=False)
 
@@ -91,7 +90,7 @@ class Rotary:
         """Tokens that the model was first trained for."""
         key = "original_max_position_embeddings"
         length = self.scaling.get(key) or self.config.extra.get(key)
-        return int(length or self.config.max_positions)
+        return int(length or self.config.positions.max_positions)
 
     def of(self, layer: int, positions_BS: Tensor, last_B: Tensor | None = None) -> Rotation | None:
         """The rotation of a layer's queries and keys; None where they do not turn.
@@ -103,12 +102,15 @@ class Rotary:
             return None
         if self.config.layer_sizes and "head_dim" in self.config.layer_sizes:
             config = self.config.at_layer(layer)
-            if config.head_dim not in self._of_size:
-                self._of_size[config.head_dim] = Rotary(config, dtype=self.dtype)
-            return self._of_size[config.head_dim].of(layer, positions_BS, last_B)
-        is_local = self.config.rope_local_base is not None and self.config.has_window(layer)
-        if self.config.compress_ratios is not None:
-            is_local = not self.config.compress_ratios[layer]
+            if config.attention.head_dim not in self._of_size:
+                self._of_size[config.attention.head_dim] = Rotary(config, dtype=self.dtype)
+            return self._of_size[config.attention.head_dim].of(layer, positions_BS, last_B)
+        is_local = (
+            self.config.positions.rope_local_base is not None
+            and self.config.window.has_window(layer)
+        )
+        if self.config.compression.compress_ratios is not None:
+            is_local = not self.config.compression.compress_ratios[layer]
         if self._last_rotations[0] is not positions_BS:
             self._last_rotations = (positions_BS, {})
         rotations = self._last_rotations[1]
@@ -135,11 +137,11 @@ class Rotary:
         else:
             inv_freq = self.frequencies(self.original_length, is_local=is_local, device=device)
         angles = positions_BS[..., None].float() * inv_freq.per_position
-        if self.config.rope_interleaved:
+        if self.config.positions.rope_interleaved:
             angles = angles.repeat_interleave(2, -1)
         else:
             angles = torch.cat((angles, angles), -1)
-        if self.config.rope_reversed:
+        if self.config.positions.rope_reversed:
             angles = -angles
         cos, sin = angles.cos(), angles.sin()
         if isinstance(inv_freq.scale, Tensor) or inv_freq.scale != 1:
@@ -150,7 +152,7 @@ class Rotary:
         """The frequencies of rows of so many tokens; nothing is read back from the device."""
         device = lengths_B.device
         if self.kind == "dynamic":
-            base = float(self.config.rope_base or 10000.0)
+            base = float(self.config.positions.rope_base or 10000.0)
             return Frequencies(_ntk(self, base, lengths_B)[:, None], 1.0)
         short, long = (
             self.frequencies(self.original_length + more, is_local=False, device=device)
@@ -175,7 +177,7 @@ class Rotary:
                 error_id="unsupported-model",
             )
         if kind == "dynamic":
-            length = max(length, self.config.max_positions)
+            length = max(length, self.config.positions.max_positions)
         elif kind in ("longrope", "su"):
             length = max(length, self.original_length)
             length = min(length, self.original_length + 1)
@@ -183,7 +185,11 @@ class Rotary:
             length = 0
         key = (is_local, length, str(device))
         if key not in self._known:
-            base = self.config.rope_local_base if is_local else self.config.rope_base
+            base = (
+                self.config.positions.rope_local_base
+                if is_local
+                else self.config.positions.rope_base
+            )
             try:
                 inv_freq = _KINDS[kind](self, float(base or 10000.0), length)
             except KeyError as missing:
@@ -235,7 +241,11 @@ def _ntk(rotary: Rotary, base: float, length: Tensor) -> Tensor:
 
     Frequencies `[..., R / 2]` for lengths `[...]`.
     """
-    factor, size, most = float(rotary.scaling["factor"]), rotary.size, rotary.config.max_positions
+    factor, size, most = (
+        float(rotary.scaling["factor"]),
+        rotary.size,
+        rotary.config.positions.max_positions,
+    )
     stretch = factor * length.clamp_min(most).double() / most - (factor - 1)
     grown = (base * stretch ** (size / (size - 2))).float()
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device=length.device).float() / size
@@ -255,7 +265,7 @@ def _llama3(rotary: Rotary, base: float, length: int) -> Frequencies:
 def _yarn(rotary: Rotary, base: float, length: int) -> Frequencies:
     """YaRN (arXiv 2309.00071): as Llama 3's by dimension, with a temperature of attention."""
     s, size, original = rotary.scaling, rotary.size, rotary.original_length
-    factor = s["factor"] or rotary.config.max_positions / original
+    factor = s["factor"] or rotary.config.positions.max_positions / original
 
     def temperature(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -288,7 +298,7 @@ def _yarn(rotary: Rotary, base: float, length: int) -> Frequencies:
 def _longrope(rotary: Rotary, base: float, length: int) -> Frequencies:
     """LongRoPE (arXiv 2402.13753): a factor for each dimension, other ones for long sequences."""
     s, original = rotary.scaling, rotary.original_length
-    factor = s.get("factor") or rotary.config.max_positions / original
+    factor = s.get("factor") or rotary.config.positions.max_positions / original
     scale = s.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

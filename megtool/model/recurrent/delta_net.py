@@ -51,9 +51,9 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         check_heads(config, groups.tp.size, groups.cp.size)
         self.layer, tp = layer, groups.tp.size
-        self.key_heads = config.linear_num_key_heads // tp
-        self.value_heads = config.linear_num_value_heads // tp
-        self.sizes = (config.linear_key_head_dim,) * 2 + (config.linear_value_head_dim,)
+        self.key_heads = config.delta.linear_num_key_heads // tp
+        self.value_heads = config.delta.linear_num_value_heads // tp
+        self.sizes = (config.delta.linear_key_head_dim,) * 2 + (config.delta.linear_value_head_dim,)
         keys, values = self.key_heads * self.sizes[0], self.value_heads * self.sizes[2]
         self.gate_tap: ActivationHook | None = None
         self.parts = (keys, keys, values, values, self.value_heads, self.value_heads)
@@ -74,12 +74,16 @@ class GatedDeltaNet(nn.Module):
         )
         mark_parts(self.in_proj.weight, self.parts)
         self.conv1d = ShortConv(
-            2 * keys + values, config.linear_conv_kernel, bias=False, dtype=dtype, device=device
+            2 * keys + values,
+            config.delta.linear_conv_kernel,
+            bias=False,
+            dtype=dtype,
+            device=device,
         )
         # Every rank sees its own heads.
         self.out_norm = NormLayer(
             NormSpec.of(config),
-            config.linear_value_head_dim,
+            config.delta.linear_value_head_dim,
             partial=tp > 1,
             dtype=dtype,
             device=device,
@@ -174,7 +178,7 @@ def check_heads(config: ModelConfig, tp: int, cp: int = 1) -> None:
     Raises:
         LayoutError: tp * cp does not divide both kinds of heads; the hint has sizes that do.
     """
-    heads = (config.linear_num_key_heads, config.linear_num_value_heads)
+    heads = (config.delta.linear_num_key_heads, config.delta.linear_num_value_heads)
     if any(n % (tp * cp) for n in heads):
         fits = [str(n) for n in range(1, min(heads) + 1) if not any(h % n for h in heads)]
         raise LayoutError(

@@ -46,7 +46,7 @@ class KimiDeltaAttention(nn.Module):
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
-        heads, tp, cp = config.linear_num_value_heads, groups.tp, groups.cp.size
+        heads, tp, cp = config.delta.linear_num_value_heads, groups.tp, groups.cp.size
         if heads % (tp.size * cp):
             raise LayoutError(
                 f"{heads} heads of Kimi delta attention cannot be split over tp={tp.size}"
@@ -54,7 +54,7 @@ class KimiDeltaAttention(nn.Module):
                 hint=f"{'tp * cp' if cp > 1 else 'tp'} divides them",
             )
         self.layer, self.heads = layer, heads // tp.size
-        keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = config.delta.linear_key_head_dim, config.delta.linear_value_head_dim
         self.sizes, hidden = (keys, keys, values), config.hidden_size
         self.parts = tuple(self.heads * size for size in self.sizes)
 
@@ -75,7 +75,7 @@ class KimiDeltaAttention(nn.Module):
         self.in_proj = up(hidden, sum(self.parts) * tp.size)
         mark_parts(self.in_proj.weight, self.parts)
         self.conv1d = ShortConv(
-            sum(self.parts), config.linear_conv_kernel, bias=False, dtype=dtype, device=device
+            sum(self.parts), config.delta.linear_conv_kernel, bias=False, dtype=dtype, device=device
         )
         # Every rank sees its own heads.
         self.out_norm = NormLayer(

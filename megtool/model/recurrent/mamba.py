@@ -82,10 +82,10 @@ class MambaMixer(nn.Module):
         super().__init__()
         check_mamba_heads(config, groups.tp.size, groups.cp.size)
         self.config, self.layer, tp = config, layer, groups.tp.size
-        self.num_heads = config.mamba_num_heads // tp
-        self.num_groups = config.mamba_num_groups // tp
-        inner = self.num_heads * config.mamba_head_dim
-        state = self.num_groups * config.mamba_state_dim
+        self.num_heads = config.mamba.mamba_num_heads // tp
+        self.num_groups = config.mamba.mamba_num_groups // tp
+        inner = self.num_heads * config.mamba.mamba_head_dim
+        state = self.num_groups * config.mamba.mamba_state_dim
         self.parts = (inner, inner, state, state, self.num_heads)
 
         def of_heads() -> nn.Parameter:
@@ -104,15 +104,15 @@ class MambaMixer(nn.Module):
         )
         mark_parts(self.in_proj.weight, self.parts)
         self.conv1d = ShortConv(
-            inner + 2 * state, config.mamba_conv_kernel, bias=True, dtype=dtype, device=device
+            inner + 2 * state, config.mamba.mamba_conv_kernel, bias=True, dtype=dtype, device=device
         )
         self.norm: GatedNorm | None = None
-        if config.mamba_norm:
+        if config.mamba.mamba_norm:
             self.norm = GatedNorm(
                 inner,
                 self.num_groups,
-                config.norm_eps,
-                norm_first=config.mamba_norm_first,
+                config.norms.norm_eps,
+                norm_first=config.mamba.mamba_norm_first,
                 dtype=dtype,
                 device=device,
             )
@@ -143,7 +143,7 @@ class MambaMixer(nn.Module):
 
     def _scaled(self, projected_TC: Tensor) -> Tensor:
         """The five parts of the projection times their scales."""
-        scales = self.config.mamba_in_scales
+        scales = self.config.mamba.mamba_in_scales
         if scales is None:
             return projected_TC
         parts = torch.split(projected_TC, list(self.parts), 1)
@@ -163,21 +163,21 @@ class MambaMixer(nn.Module):
             channels = columns[: columns.shape[0] - heads].to(given_BSC.device)
         taken_BSC, dt_BSN = given_BSC.tensor_split([given_BSC.shape[2] - heads], 2)
         mixed_BSC = self.conv1d(taken_BSC, frame, self.layer, channels=channels)
-        inner = heads * config.mamba_head_dim
+        inner = heads * config.mamba.mamba_head_dim
         state_size = (mixed_BSC.shape[2] - inner) // 2
         x, b, c = mixed_BSC.split((inner, state_size, state_size), 2)
         kind = torch.promote_types(mixed_BSC.dtype, torch.float32)
         dt_BSN = F.softplus(dt_BSN.to(kind) + self.dt_bias[share].to(kind))
-        if config.mamba_step_limit is not None:
-            dt_BSN = dt_BSN.clamp(*config.mamba_step_limit)
+        if config.mamba.mamba_step_limit is not None:
+            dt_BSN = dt_BSN.clamp(*config.mamba.mamba_step_limit)
         if frame.real_BS is not None:  # padding leaves the state as it is
             dt_BSN = dt_BSN * frame.real_BS[:, :, None]
         inputs = ScanInputs(
             x.view(*x.shape[:2], heads, -1),
             dt_BSN,
             -self.A_log[share].to(kind).exp(),
-            b.view(*b.shape[:2], -1, config.mamba_state_dim),
-            c.view(*c.shape[:2], -1, config.mamba_state_dim),
+            b.view(*b.shape[:2], -1, config.mamba.mamba_state_dim),
+            c.view(*c.shape[:2], -1, config.mamba.mamba_state_dim),
             self.D[share],
             runs_BS=frame.runs_BS,
         )
@@ -201,7 +201,7 @@ class MambaMixer(nn.Module):
     def _columns_of(self, cp: int, rank: int) -> Tensor:
         """Those of one rank: of its heads, and of the groups that these are in."""
         _, inner, state, _, heads = self.parts
-        size = self.config.mamba_state_dim
+        size = self.config.mamba.mamba_state_dim
         num = max(1, self.num_groups // cp)
         first = rank * self.num_groups // cp
         groups = torch.arange(first * size, (first + num) * size)
@@ -218,7 +218,7 @@ def check_mamba_heads(config: ModelConfig, tp: int, cp: int = 1) -> None:
         LayoutError: tp does not divide heads and groups, or cp not the heads of a rank, or a rank
             would have parts of groups; the hint has sizes that do.
     """
-    heads, groups = config.mamba_num_heads, config.mamba_num_groups
+    heads, groups = config.mamba.mamba_num_heads, config.mamba.mamba_num_groups
     fits = [n for n in range(1, groups + 1) if not heads % n and not groups % n]
     if tp not in fits:
         raise LayoutError(

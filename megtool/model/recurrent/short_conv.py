@@ -120,7 +120,7 @@ class GatedShortConv(nn.Module):
             hidden,
             3 * hidden,
             groups.tp,
-            bias=config.short_conv_bias,
+            bias=config.short_conv.short_conv_bias,
             norm=NormSpec.before_mixer(config, layer),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
@@ -129,8 +129,8 @@ class GatedShortConv(nn.Module):
         mark_parts(self.in_proj.weight, (self.num_channels,) * 3)
         self.conv1d = ShortConv(
             self.num_channels,
-            config.short_conv_taps,
-            bias=config.short_conv_bias,
+            config.short_conv.short_conv_taps,
+            bias=config.short_conv.short_conv_bias,
             silu=False,
             dtype=dtype,
             device=device,
@@ -139,7 +139,7 @@ class GatedShortConv(nn.Module):
             hidden,
             hidden,
             groups.tp,
-            bias=config.short_conv_bias,
+            bias=config.short_conv.short_conv_bias,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,

@@ -36,18 +36,21 @@ class CrossAttention(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
+        attention = config.attention
         super().__init__()
         self.config, self.layer = config, layer
-        heads, d, h = config.num_heads, config.head_dim, config.hidden_size
+        heads, d, h = attention.num_heads, attention.head_dim, config.hidden_size
         self.num_heads = heads // groups.tp.size
-        self.scale = 1 / math.sqrt(d) if config.softmax_scale is None else config.softmax_scale
+        self.scale = (
+            1 / math.sqrt(d) if attention.softmax_scale is None else attention.softmax_scale
+        )
 
         def column(out_features: int) -> ColumnLinear:
             return ColumnLinear(
                 h,
                 out_features,
                 groups.tp,
-                bias=config.qkv_bias,
+                bias=attention.qkv_bias,
                 sequence_parallel=sequence_parallel,
                 dtype=dtype,
                 device=device,
@@ -59,7 +62,7 @@ class CrossAttention(nn.Module):
             heads * d,
             h,
             groups.tp,
-            bias=config.attn_out_bias,
+            bias=attention.attn_out_bias,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
@@ -94,7 +97,7 @@ class CrossAttention(nn.Module):
                 raise UsageError("a pass without a source needs the cache of an earlier one")
             return source.cache.read(self.layer)
         rows = self.linear_kv(source.states_EH)
-        shape = (num_rows, source.num_tokens, self.num_heads, 2, self.config.head_dim)
+        shape = (num_rows, source.num_tokens, self.num_heads, 2, self.config.attention.head_dim)
         key, value = rows.view(shape).permute(3, 0, 2, 1, 4)
         if source.cache is not None:
             source.cache.write(self.layer, key, value)

@@ -190,17 +190,17 @@ class Decoder(LabelHead):
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         multiple = vocab_multiple * groups.tp.size
-        self.padded_vocab = -(-config.vocab_size // multiple) * multiple
+        self.padded_vocab = -(-config.embedding.vocab_size // multiple) * multiple
         self._numbered = with_mtp_layers(config)
         self.rotary = Rotary(self._numbered, dtype=dtype)
         self.head_tap: ActivationHook | None = None
         self.dropout = Dropout()  # in training mode, of passes without a cache
         self.before_head: Callable[[], None] | None = None  # who loads on demand is asked first
         # Rounded to the model's dtype, as released models were trained.
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.embedding_scale = torch.tensor(config.embedding.embedding_scale, dtype=dtype).item()
         self.embedding = None
-        has_mtp = stage.head and config.num_mtp_layers > 0
-        if stage.embedding or has_mtp or (stage.head and config.tied_embeddings):
+        has_mtp = stage.head and config.mtp.num_mtp_layers > 0
+        if stage.embedding or has_mtp or (stage.head and config.embedding.tied_embeddings):
             self.embedding = Embedding(
                 config,
                 groups,
@@ -228,12 +228,12 @@ class Decoder(LabelHead):
             dtype=dtype,
             device=device,
         )
-        has_norm = stage.has_norm and config.final_norm
+        has_norm = stage.has_norm and config.norms.final_norm
         self.decoder = Block(layers, norm if has_norm else None, is_hybrid=is_hybrid(config))
-        if has_norm and config.hyper_streams:
+        if has_norm and config.residual.hyper_streams:
             self.decoder.init_head(config, partial=self.sequence_parallel, device=device)
         self.lm_head: MaskedHead | None = None
-        if stage.head and config.masked_head:
+        if stage.head and config.head.masked_head:
             self.lm_head = MaskedHead(
                 config, partial=self.sequence_parallel, dtype=dtype, device=device
             )
@@ -248,20 +248,20 @@ class Decoder(LabelHead):
                 device=device,
             )
         self.label_kind, self.score, self.score_dense = "classes", None, None
-        if stage.head and config.num_labels:
+        if stage.head and config.head.num_labels:
             self.init_scores(config, dtype=dtype, device=device)
         self.output_layer: ColumnLinear | VocabBias | None = None
-        has_output = stage.head and not config.num_labels
-        if has_output and not config.tied_embeddings:
+        has_output = stage.head and not config.head.num_labels
+        if has_output and not config.embedding.tied_embeddings:
             self.output_layer = ColumnLinear(
                 config.hidden_size,
                 self.padded_vocab,
                 groups.tp,
-                bias=config.head_bias,
+                bias=config.head.head_bias,
                 dtype=dtype,
                 device=device,
             )
-        elif has_output and config.head_bias:
+        elif has_output and config.head.head_bias:
             self.output_layer = VocabBias(self.padded_vocab, groups.tp, dtype=dtype, device=device)
 
     def forward(
@@ -281,7 +281,7 @@ class Decoder(LabelHead):
     ) -> Tensor:
         """The output of `forward`, from the states of `hidden` (of whole rows with a cache)."""
         (rows, tokens), cp = batch.shape, ALONE if is_whole else self.groups.cp
-        if self.config.num_labels:
+        if self.config.head.num_labels:
             return self.label_scores(x_TH, rows)
         if last_only:
             x_TH = self._gathered(x_TH).detach()
@@ -327,7 +327,7 @@ class Decoder(LabelHead):
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The output of `loss` (or `label_loss`), from the states of `hidden`."""
-        if self.config.num_labels:
+        if self.config.head.num_labels:
             return self.label_loss(x_TH, labels_BS)
         config, tp = self.config, self.groups.tp
         x_TH, weight_VH = self.head_factors(x_TH)
@@ -339,9 +339,9 @@ class Decoder(LabelHead):
             losses_T = cross_entropy(
                 logits_TV,
                 labels_T,
-                vocab_size=config.vocab_size,
-                softcap=config.logit_softcap,
-                scale=config.logit_scale,
+                vocab_size=config.embedding.vocab_size,
+                softcap=config.head.logit_softcap,
+                scale=config.head.logit_scale,
                 group=tp.handle,
             )
         else:
@@ -349,9 +349,9 @@ class Decoder(LabelHead):
                 self._gathered(x_TH) if self.sequence_parallel else copy_to(x_TH, tp),
                 weight_VH,
                 labels_T,
-                vocab_size=config.vocab_size,
-                softcap=config.logit_softcap,
-                scale=config.logit_scale,
+                vocab_size=config.embedding.vocab_size,
+                softcap=config.head.logit_softcap,
+                scale=config.head.logit_scale,
                 group=tp.handle,
             )
         return losses_T.sum(), (labels_T != -100).sum()
@@ -407,7 +407,7 @@ class Decoder(LabelHead):
         (rows, tokens), cp = batch.shape, self.groups.cp if cache is None else ALONE
         check_direction(self.config, self.groups.parallel, has_cache=cache is not None)
         check_compressed_pass(self.config, batch, has_cache=cache is not None)
-        check_ids(batch.tokens_BS, self.config.vocab_size)
+        check_ids(batch.tokens_BS, self.config.embedding.vocab_size)
         if cp.size > 1:
             tokens = 2 * chunk_size(tokens, cp.size)
         if cache is not None:
@@ -415,10 +415,10 @@ class Decoder(LabelHead):
         if self.sequence_parallel:
             rows_of_rank(rows * tokens, self.groups.tp.size, cp.size)
         span = KeySpan.fresh(batch) if cache is None else cache.begin(batch)
-        if self.config.position_embedding == "learned":
-            check_positions(span.positions_BS, self.config.max_positions)
+        if self.config.positions.position_embedding == "learned":
+            check_positions(span.positions_BS, self.config.positions.max_positions)
         self.rotary.forget()
-        has_windows = self.config.layer_kinds is not None or self.config.is_compressed
+        has_windows = self.config.layer_kinds is not None or self.config.compression.is_compressed
         return ForwardContext(
             num_rows=rows,
             num_tokens=tokens,
@@ -438,7 +438,9 @@ class Decoder(LabelHead):
             if self.training and cache is None
             else None,
             real_BS=span.real_BS,
-            tokens_BS=own_tokens(batch.tokens_BS, cp) if self.config.num_hash_layers else None,
+            tokens_BS=own_tokens(batch.tokens_BS, cp)
+            if self.config.router.num_hash_layers
+            else None,
             runs_BS=None
             if batch.documents_BS is None or not has_windows
             else runs_of(batch.documents_BS),
@@ -451,7 +453,7 @@ class Decoder(LabelHead):
                 "this stage has no embedding", hint="pass it the previous stage's output"
             )
         x_TH = self.embed_tokens(batch.tokens_BS, frame)
-        return x_TH.repeat(1, self.config.hyper_streams or 1)
+        return x_TH.repeat(1, self.config.residual.hyper_streams or 1)
 
     def embed_tokens(self, tokens_BS: Tensor, frame: ForwardContext) -> Tensor:
         """As `embed`, of other tokens at the places of a pass, and also where a copy is.
@@ -506,7 +508,7 @@ class Decoder(LabelHead):
         `head_tap` receives the output.
         """
         if self.decoder.norm is not None:
-            if self.config.hyper_streams:
+            if self.config.residual.hyper_streams:
                 is_read = self.mtp is not None and (self.mtp.is_trained or not self.training)
                 self._streams_TH = x_TH if is_read else None
                 x_TH = self.decoder.read_head(x_TH)
@@ -558,16 +560,17 @@ class Decoder(LabelHead):
 
     def _logits(self, x_TH: Tensor, *, sequence_parallel: bool) -> Tensor:
         config = self.config
+        head = config.head
         logits_TV = vocab_logits(
             *self.head_factors(x_TH),
             self.groups.tp,
-            vocab_size=config.vocab_size,
+            vocab_size=config.embedding.vocab_size,
             sequence_parallel=sequence_parallel,
         )
-        if config.logit_scale != 1:
-            logits_TV = logits_TV * config.logit_scale
-        if config.logit_softcap:
-            logits_TV = torch.tanh(logits_TV / config.logit_softcap) * config.logit_softcap
+        if head.logit_scale != 1:
+            logits_TV = logits_TV * head.logit_scale
+        if head.logit_softcap:
+            logits_TV = torch.tanh(logits_TV / head.logit_softcap) * head.logit_softcap
         return logits_TV
 
 

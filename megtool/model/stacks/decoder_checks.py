@@ -15,12 +15,12 @@ def check_kind(config: ModelConfig, *, is_alone: bool = True) -> None:
     Raises:
         MappingError: relative positions, or learned positions with multi-token prediction.
     """
-    if config.position_embedding == "relative" and is_alone:
+    if config.positions.position_embedding == "relative" and is_alone:
         raise MappingError(
             "position_embedding is 'relative', which models of an encoder and a decoder have",
             hint="megtool.model.stacks.pipeline.build_stages builds the class of a configuration",
         )
-    if config.num_mtp_layers and config.position_embedding == "learned":
+    if config.mtp.num_mtp_layers and config.positions.position_embedding == "learned":
         raise MappingError(
             "the model has learned positions and layers of multi-token prediction",
             hint="Megatron has these layers with rotary or without positions; leave them out: "
@@ -34,7 +34,7 @@ def check_whole(config: ModelConfig, layers: Sequence[int]) -> None:
     Raises:
         LayoutError: they are not all.
     """
-    if config.layer_input_size and len(layers) < config.num_layers:
+    if config.residual.layer_input_size and len(layers) < config.num_layers:
         raise LayoutError(
             "layers get vectors from an embedding on the first stage, which are not sent to others",
             hint="--pp 1: --tp splits such a model",
@@ -47,7 +47,7 @@ def check_compressed_pass(config: ModelConfig, batch: Batch, *, has_cache: bool)
     Raises:
         UsageError: a cache, and places of tokens that are not counted.
     """
-    if config.is_compressed and has_cache and batch.positions_BS is not None:
+    if config.compression.is_compressed and has_cache and batch.positions_BS is not None:
         raise UsageError(
             "keys in a cache are compressed by counting tokens (DeepSeek-V4), and the batch says "
             "their places",

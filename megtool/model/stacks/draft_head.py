@@ -51,7 +51,7 @@ class FirstDraftLayer(nn.Module):
         self.self_attention.linear_qkv = ColumnLinear(
             2 * hidden,
             self.self_attention.linear_qkv.weight.shape[0],
-            bias=config.qkv_bias,
+            bias=config.attention.qkv_bias,
             dtype=dtype,
             device=device,
         )
@@ -148,5 +148,7 @@ class DraftHead(nn.Module):
         logits_TV = F.linear(x_TH, self.lm_head).float()
         if self.tokens is None:
             return logits_TV
-        all_TV = logits_TV.new_full((len(logits_TV), self.config.vocab_size), float("-inf"))
+        all_TV = logits_TV.new_full(
+            (len(logits_TV), self.config.embedding.vocab_size), float("-inf")
+        )
         return all_TV.index_copy_(1, self.tokens, logits_TV)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -34,12 +33,12 @@ _OWN_BIASES = "relative_pos_emb"
 
 def encoder_config(config: ModelConfig) -> ModelConfig:
     """The configuration of the encoder of a model of two stacks, as a stack of its own."""
-    return replace(config, num_decoder_layers=0, bidirectional=True)
+    return config.with_fields(num_decoder_layers=0, bidirectional=True)
 
 
 def decoder_config(config: ModelConfig) -> ModelConfig:
     """The configuration of the decoder, which counts its own layers alone."""
-    return replace(config, num_layers=config.num_decoder_layers)
+    return config.with_fields(num_layers=config.num_decoder_layers)
 
 
 class EncoderDecoder(Decoder):
@@ -112,14 +111,14 @@ class EncoderDecoder(Decoder):
                 split_dim=0,
                 tied=True,
                 copy=not pp.is_first,
-                over="ends" if config.tied_embeddings else "inputs",
+                over="ends" if config.embedding.tied_embeddings else "inputs",
             )
 
     def _place_biases(
         self, config: ModelConfig, stack: Block, dtype: torch.dtype, device: torch.device | str
     ) -> RelativeBias | None:
         """The relative position biases of a stack, unless each layer is given its own."""
-        if not config.relative_per_layer:
+        if not config.positions.relative_per_layer:
             return RelativeBias(config, self.groups, dtype=dtype, device=device)
         for layer in stack.layers.values():
             bias = RelativeBias(config, self.groups, is_shared=False, dtype=dtype, device=device)
@@ -174,7 +173,7 @@ class EncoderDecoder(Decoder):
             if cache is None or cache.sources is None:
                 raise UsageError("the batch has no source for the encoder to read")
         else:
-            check_ids(batch.source_BE, self.config.vocab_size, "the source")
+            check_ids(batch.source_BE, self.config.embedding.vocab_size, "the source")
             self.rows_of(batch.source_BE)
         if cache is not None:
             frame.source = EncodedSource(num_tokens=0, mask=Mask(), cache=cache.sources)
@@ -272,20 +271,20 @@ def check_stacks(config: ModelConfig) -> None:
         MappingError: there is no decoder, positions are not relative, or layers are of other kinds
             than attention and an MLP.
     """
-    if not config.num_decoder_layers or config.position_embedding != "relative":
+    if not config.num_decoder_layers or config.positions.position_embedding != "relative":
         raise MappingError(
             f"num_decoder_layers is {config.num_decoder_layers}, and position_embedding "
-            f"{config.position_embedding!r}",
+            f"{config.positions.position_embedding!r}",
             hint="an encoder and a decoder that are run have relative positions, as T5's",
         )
     odd = (
-        config.num_experts,
-        config.kv_lora_rank,
+        config.moe.num_experts,
+        config.latent.kv_lora_rank,
         config.layer_kinds,
-        config.attn_softcap,
-        config.attn_sinks,
-        config.num_mtp_layers,
-        config.num_kv_heads != config.num_heads,
+        config.attention.attn_softcap,
+        config.attention.attn_sinks,
+        config.mtp.num_mtp_layers,
+        config.attention.num_kv_heads != config.attention.num_heads,
     )
     if any(odd):
         raise MappingError(

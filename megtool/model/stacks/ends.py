@@ -35,10 +35,10 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
-        learned = config.position_embedding == "learned"
+        learned = config.positions.position_embedding == "learned"
         self.config, self.group = config, groups.tp
         # What is learned beside the words is added to all rows before they are scattered.
-        self.scatters = sequence_parallel and (learned or config.num_token_types > 0)
+        self.scatters = sequence_parallel and (learned or config.embedding.num_token_types > 0)
         self.word_embeddings = VocabEmbedding(
             padded_vocab,
             hidden,
@@ -48,12 +48,12 @@ class Embedding(nn.Module):
             device=device,
         )
         if positions and learned:
-            places = config.max_positions + config.position_offset
+            places = config.positions.max_positions + config.positions.position_offset
             self.position_embeddings = nn.Embedding(places, hidden, dtype=dtype, device=device)
-        if positions and config.num_token_types:
-            types = config.num_token_types
+        if positions and config.embedding.num_token_types:
+            types = config.embedding.num_token_types
             self.tokentype_embeddings = nn.Embedding(types, hidden, dtype=dtype, device=device)
-        if positions and (size := config.layer_input_size):
+        if positions and (size := config.residual.layer_input_size):
             self.layer_embeddings = VocabEmbedding(
                 padded_vocab,
                 config.num_layers * size,
@@ -74,7 +74,7 @@ class Embedding(nn.Module):
                 NormSpec.of(config), size, partial=sequence_parallel, dtype=dtype, device=device
             )
         self.norm: NormLayer | None = None
-        if positions and config.embedding_norm:
+        if positions and config.norms.embedding_norm:
             self.norm = NormLayer(
                 NormSpec.of(config), hidden, partial=sequence_parallel, dtype=dtype, device=device
             )
@@ -86,10 +86,10 @@ class Embedding(nn.Module):
         x_TH: Tensor = self.word_embeddings(tokens_BS.flatten())
         if scale != 1:
             x_TH = x_TH * scale
-        if self.config.position_embedding == "learned":
-            places = self.position_embeddings(positions_BS + self.config.position_offset)
+        if self.config.positions.position_embedding == "learned":
+            places = self.position_embeddings(positions_BS + self.config.positions.position_offset)
             x_TH = (x_TH.view(*tokens_BS.shape, -1) + places).flatten(0, 1)
-        if self.config.num_token_types:
+        if self.config.embedding.num_token_types:
             x_TH = x_TH + self.tokentype_embeddings.weight[0]
         if self.scatters:
             x_TH = scatter_rows(x_TH, self.group)
@@ -100,7 +100,7 @@ class Embedding(nn.Module):
         first residual x_TH: their sum over the square root of two, as Gemma 4 has it.
         """
         config = self.config
-        if not (size := config.layer_input_size):
+        if not (size := config.residual.layer_input_size):
             return ()
         shape = (-1, config.num_layers, size)
         scale = torch.tensor(size**0.5, dtype=x_TH.dtype).item()
@@ -123,9 +123,9 @@ class MaskedHead(nn.Module):
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
-        self.activation, hidden = config.activation, config.hidden_size
+        self.activation, hidden = config.mlp.activation, config.hidden_size
         self.dense = nn.Linear(
-            hidden, hidden, bias=config.head_dense_bias, dtype=dtype, device=device
+            hidden, hidden, bias=config.head.head_dense_bias, dtype=dtype, device=device
         )
         for parameter in self.dense.parameters():
             mark(parameter, partial=partial)

@@ -8,6 +8,7 @@ from megtool.model.layers.linear import VocabEmbedding
 from megtool.model.moe.experts import ExpertLinear
 from megtool.model.stacks.pipeline import build_stages
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -23,7 +24,7 @@ def training_flops(config: ModelConfig, seq_length: int) -> float | None:
     Source: Chowdhery et al., PaLM (2022), appendix B; Megatron-LM's
     `num_floating_point_operations`.
     """
-    if config.num_decoder_layers or config.is_compressed:
+    if config.num_decoder_layers or config.compression.is_compressed:
         return None
     return 3.0 * seq_length * (_products(config) + _mixers(config, seq_length))
 
@@ -34,12 +35,12 @@ def _products(config: ModelConfig) -> float:
     (decoder,) = build_stages(config, ProcessGroups.alone("meta"))
     for module in decoder.modules():
         if isinstance(module, ExpertLinear):
-            used = config.num_experts_per_token / config.num_experts
+            used = config.moe.num_experts_per_token / config.moe.num_experts
             flops += 2 * module.weight.numel() * used
         elif not isinstance(module, VocabEmbedding | nn.Embedding):
             own = module.parameters(recurse=False)
             flops += sum(2 * p.numel() for p in own if p.ndim > 1 and p.is_floating_point())
-    if config.tied_embeddings:
+    if config.embedding.tied_embeddings:
         flops += 2 * decoder.output_weight.numel()
     return flops
 
@@ -49,33 +50,35 @@ def _mixers(config: ModelConfig, seq_length: int) -> float:
     flops = 0.0
     for layer in range(config.num_layers):
         c = config.at_layer(layer)
-        if layer in config.attn_layers:
+        if layer in layer_sets.attn_layers(config):
             keys = _mean_keys(config, layer, seq_length)
-            if layer in config.index_layers:
-                if config.index_source(layer) == layer:
-                    flops += 2 * c.index_num_heads * c.index_head_dim * keys
-                keys = min(keys, c.index_topk)
-            flops += 2 * c.num_heads * _head_width(c) * keys
-        if layer in config.mamba_layers:  # decay, outer product, and the product with C
-            flops += 5 * c.mamba_num_heads * c.mamba_head_dim * c.mamba_state_dim
+            if layer in layer_sets.index_layers(config):
+                if layer_sets.index_source(config, layer) == layer:
+                    flops += 2 * c.indexer.index_num_heads * c.indexer.index_head_dim * keys
+                keys = min(keys, c.indexer.index_topk)
+            flops += 2 * c.attention.num_heads * _head_width(c) * keys
+        if layer in layer_sets.mamba_layers(config):  # decay, outer product, and the product with C
+            flops += 5 * c.mamba.mamba_num_heads * c.mamba.mamba_head_dim * c.mamba.mamba_state_dim
         # Decay, products with key and query, outer product.
-        if layer in config.delta_layers | config.kda_layers:
-            state = c.linear_key_head_dim * c.linear_value_head_dim
-            flops += 7 * c.linear_num_value_heads * state
+        if layer in layer_sets.delta_layers(config) | layer_sets.kda_layers(config):
+            state = c.delta.linear_key_head_dim * c.delta.linear_value_head_dim
+            flops += 7 * c.delta.linear_num_value_heads * state
     return flops
 
 
 def _head_width(config: ModelConfig) -> int:
     """Numbers of a key and of a value together, of one head."""
-    if config.kv_lora_rank:
-        return config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    return config.head_dim + config.value_size
+    latent = config.latent
+    attention = config.attention
+    if latent.kv_lora_rank:
+        return latent.qk_nope_head_dim + latent.qk_rope_head_dim + attention.v_head_dim
+    return attention.head_dim + attention.value_size
 
 
 def _mean_keys(config: ModelConfig, layer: int, seq_length: int) -> float:
     """How many keys a token attends to, on average over a row."""
     s = seq_length
-    w = config.window_size if config.has_window(layer) else 0
+    w = config.window.window_size if config.window.has_window(layer) else 0
     if config.bidirectional:
         return min(s, 2 * w - 1) if w else s
     if not w or w >= s:

@@ -12,6 +12,7 @@ from torch import nn
 
 from megtool.errors import MappingError
 from megtool.parallel.process_groups import ALONE, Group
+from megtool.spec import layer_sets
 
 if TYPE_CHECKING:
     from megtool.model.stacks.decoder import Decoder
@@ -147,9 +148,9 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
     try:
         if name == "attn.kv":
             attention = layer.get_submodule("self_attention")
-            if config.kv_lora_rank:
+            if config.latent.kv_lora_rank:
                 return (HookLocation(module=attention, attribute="cache_tap"),)
-            heads = config.at_layer(int(match[1])).num_kv_heads
+            heads = config.at_layer(int(match[1])).attention.num_kv_heads
             repeats = max(1, tp.size // heads)
             cut = HookLocation(
                 module=attention, attribute="cache_tap", columns=tp, parts=2, repeats=repeats
@@ -157,14 +158,14 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
             return (cut,)
         if name == "attn.down":
             submodules = dict(layer.get_submodule("self_attention").named_children())
-            if not config.kv_lora_rank and not config.is_compressed:
+            if not config.latent.kv_lora_rank and not config.compression.is_compressed:
                 raise KeyError(name)
             return tuple(
                 HookLocation(module=submodules[n], rows=rows) for n in _DOWN if n in submodules
             )
         if name == "attn.o_down":
             attention = layer.get_submodule("self_attention")
-            groups = config.out_groups // tp.size
+            groups = config.compression.out_groups // tp.size
             if not groups:
                 raise KeyError(name)
             return (HookLocation(module=attention, attribute="group_tap", rows=tp, groups=groups),)
@@ -173,7 +174,7 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
         if name == "mlp.shared.router":  # reads what the shared experts read
             return places(decoder, point.removesuffix("router") + "fc1")
         within = _WITHIN[name]
-        if int(match[1]) in config.parallel_layers:
+        if int(match[1]) in layer_sets.parallel_layers(config):
             within = within.replace("mixer.", "mamba_mixer.")
         module = layer.get_submodule(within)
     except (AttributeError, KeyError):

@@ -37,7 +37,7 @@ class HyperConnection(nn.Module):
         self, config: ModelConfig, *, partial: bool = False, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.config, n = config, config.hyper_streams
+        self.config, n = config, config.residual.hyper_streams
         rows, columns = (2 + n) * n, n * config.hidden_size
         self.mapping_proj = _Mapping(rows, columns, partial=partial, device=device)
         self.bias = _vector(rows, partial, device)
@@ -47,8 +47,8 @@ class HyperConnection(nn.Module):
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the branch is given x_TH, the shares of its output post_TN, and mix_TNM."""
-        config, n = self.config, self.config.hyper_streams
-        rows = rms_norm(x_TH.float(), None, config.norm_eps)
+        config, n = self.config, self.config.residual.hyper_streams
+        rows = rms_norm(x_TH.float(), None, config.norms.norm_eps)
         sizes = [n, n, n * n]
         parts = torch.split(F.linear(rows, self.mapping_proj.weight), sizes, -1)
         scales = (self.alpha_pre, self.alpha_post, self.alpha_res)
@@ -56,10 +56,10 @@ class HyperConnection(nn.Module):
             part * scale + bias
             for part, scale, bias in zip(parts, scales, torch.split(self.bias, sizes), strict=True)
         )
-        eps = config.hyper_eps
+        eps = config.residual.hyper_eps
         mix_TNM = mix.view(-1, n, n).softmax(-1) + eps
         mix_TNM = mix_TNM / (mix_TNM.sum(-2, keepdim=True) + eps)
-        for _ in range(config.hyper_iterations - 1):
+        for _ in range(config.residual.hyper_iterations - 1):
             mix_TNM = mix_TNM / (mix_TNM.sum(-1, keepdim=True) + eps)
             mix_TNM = mix_TNM / (mix_TNM.sum(-2, keepdim=True) + eps)
         read_TH = read_streams(x_TH, pre.sigmoid() + eps)
@@ -67,7 +67,7 @@ class HyperConnection(nn.Module):
 
     def add(self, x_TH: Tensor, branch_TH: Tensor, post_TN: Tensor, mix_TNM: Tensor) -> Tensor:
         """The residuals behind a branch."""
-        x_TNH = x_TH.view(x_TH.shape[0], self.config.hyper_streams, -1)
+        x_TNH = x_TH.view(x_TH.shape[0], self.config.residual.hyper_streams, -1)
         mixed = torch.matmul(mix_TNM.to(x_TH.dtype).transpose(-1, -2), x_TNH)
         return (post_TN.to(x_TH.dtype)[..., None] * branch_TH[:, None] + mixed).flatten(1)
 
@@ -90,7 +90,7 @@ class HyperHead(nn.Module):
         self, config: ModelConfig, *, partial: bool = False, device: torch.device | str
     ) -> None:
         """Make the parameters, under Megatron's names."""
-        n = config.hyper_streams
+        n = config.residual.hyper_streams
         self.hyper_config = config
         weight = torch.empty(n, n * config.hidden_size, dtype=torch.float32, device=device)
         self.hc_head_fn = mark(nn.Parameter(weight), partial=partial)
@@ -102,9 +102,9 @@ class HyperHead(nn.Module):
         if self.before_read is not None:
             self.before_read()
         config = self.hyper_config
-        rows = rms_norm(x_TH.float(), None, config.norm_eps)
+        rows = rms_norm(x_TH.float(), None, config.norms.norm_eps)
         shares_TN = F.linear(rows, self.hc_head_fn) * self.hc_head_scale + self.hc_head_base
-        return read_streams(x_TH, shares_TN.sigmoid() + config.hyper_eps)
+        return read_streams(x_TH, shares_TN.sigmoid() + config.residual.hyper_eps)
 
 
 def _vector(size: int, partial: bool, device: torch.device | str) -> nn.Parameter:

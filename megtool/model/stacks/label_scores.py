@@ -38,9 +38,10 @@ class LabelHead(nn.Module):
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """Make the layer of scores, and the dense one before it if the model has one."""
-        size, num_labels = config.hidden_size, config.num_labels
-        self.score = nn.Linear(size, num_labels, bias=config.score_bias, dtype=dtype, device=device)
-        if config.score_dense:
+        head = config.head
+        size, num_labels = config.hidden_size, head.num_labels
+        self.score = nn.Linear(size, num_labels, bias=head.score_bias, dtype=dtype, device=device)
+        if head.score_dense:
             self.score_dense = nn.Linear(size, size, dtype=dtype, device=device)
         for layer in (self.score, self.score_dense):
             for parameter in () if layer is None else layer.parameters():

@@ -26,6 +26,7 @@ from megtool.model.recurrent.mamba import MambaMixer
 from megtool.model.recurrent.short_conv import GatedShortConv
 from megtool.model.stacks.hyper_connections import HyperConnection
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -77,53 +78,53 @@ class TransformerLayer(nn.Module):
             )
 
         check_branches(config, layer)
-        has_attention = layer in config.attn_layers
-        is_latent = has_attention and bool(config.kv_lora_rank)
-        is_compressed = has_attention and config.is_compressed
-        has_own_norm = is_latent or is_compressed or layer in config.kda_layers
+        has_attention = layer in layer_sets.attn_layers(config)
+        is_latent = has_attention and bool(config.latent.kv_lora_rank)
+        is_compressed = has_attention and config.compression.is_compressed
+        has_own_norm = is_latent or is_compressed or layer in layer_sets.kda_layers(config)
         self.input_layernorm = norm_layer() if has_own_norm else None
         self.self_attention: nn.Module | None = None
         if has_attention:
             kind = LatentAttention if is_latent else Attention
             self.self_attention = build(CompressedAttention if is_compressed else kind)
-        elif layer in config.delta_layers:
+        elif layer in layer_sets.delta_layers(config):
             self.self_attention = build(GatedDeltaNet)
-        elif layer in config.kda_layers:
+        elif layer in layer_sets.kda_layers(config):
             self.self_attention = build(KimiDeltaAttention)
         self.mixer: nn.Module | None = None
-        self.short_conv = build(GatedShortConv) if layer in config.conv_layers else None
+        self.short_conv = build(GatedShortConv) if layer in layer_sets.conv_layers(config) else None
         self.mamba_mixer: nn.Module | None = None
         self.norm: NormLayer | None = None
-        if layer in config.parallel_layers:
+        if layer in layer_sets.parallel_layers(config):
             self.norm, self.mamba_mixer = norm_layer(), build(MambaMixer)
-        elif layer in config.mamba_layers:
+        elif layer in layer_sets.mamba_layers(config):
             self.mixer = build(MambaMixer)
-        self.is_moe = layer in config.moe_layers
-        if self.is_moe and config.shared_norm:
+        self.is_moe = layer in layer_sets.moe_layers(config)
+        if self.is_moe and config.norms.shared_norm:
             raise MappingError(
                 f"layer {layer} has experts without a norm of their own before them",
                 hint="such a model is converted, but not run",
             )
         self.pre_mlp_layernorm: NormLayer | NoNorm | None = None
         if self.is_moe:
-            self.pre_mlp_layernorm = norm_layer() if config.pre_norms else NoNorm()
+            self.pre_mlp_layernorm = norm_layer() if config.norms.pre_norms else NoNorm()
         self.mlp: nn.Module | None = None
         if self.is_moe:
             self.mlp = build(MoeMlp)
-        elif layer in config.dense_layers:
+        elif layer in layer_sets.dense_layers(config):
             self.mlp = build(Mlp)
         self.self_attention_hyper_connection: HyperConnection | None = None
-        if config.hyper_streams:
+        if config.residual.hyper_streams:
             self.self_attention_hyper_connection, self.mlp_hyper_connection = (
                 HyperConnection(config, partial=sequence_parallel, device=device) for _ in range(2)
             )
         self.layer_scalar: nn.Parameter | None = None
-        if config.layer_scalar:
+        if config.residual.layer_scalar:
             ones = torch.ones(1, dtype=dtype, device=device)
             self.layer_scalar = mark(nn.Parameter(ones, requires_grad=False))
         self._post_norms: tuple[NormLayer, NormLayer] | None = None
         self.input_gate: DownLinear | None = None
-        if size := config.layer_input_size:
+        if size := config.residual.layer_input_size:
             self.input_gate, self.input_proj = (
                 DownLinear(
                     *sizes,
@@ -135,7 +136,7 @@ class TransformerLayer(nn.Module):
                 for sizes in ((hidden, size), (size, hidden))
             )
             self.input_post_layernorm = norm_layer()
-        has_post_norms = config.post_norms or config.norms_after_add
+        has_post_norms = config.norms.post_norms or config.norms.norms_after_add
         if has_post_norms and self.self_attention is not None and self.mlp is not None:
             self._post_norms = after_attention, after_mlp = norm_layer(), norm_layer()
             last = self.self_attention.get_submodule("linear_proj")
@@ -149,7 +150,7 @@ class TransformerLayer(nn.Module):
         """The residual behind the layer."""
         y_TH = self.sum_branches(x_TH, frame)
         if self.input_gate is not None:
-            gate_TI = activate(self.input_gate(y_TH), self.config.activation)
+            gate_TI = activate(self.input_gate(y_TH), self.config.mlp.activation)
             read_TH = self.input_proj(gate_TI * frame.layer_inputs[self.layer])
             y_TH = y_TH + self.input_post_layernorm(read_TH)
         return y_TH if self.layer_scalar is None else y_TH * self.layer_scalar.detach()
@@ -159,7 +160,7 @@ class TransformerLayer(nn.Module):
         if self.self_attention_hyper_connection is not None:
             return self._mix_streams(x_TH, self.self_attention_hyper_connection, frame)
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
-        if self.config.norms_after_add and self._post_norms is not None:
+        if self.config.norms.norms_after_add and self._post_norms is not None:
             x_TH = self._post_norms[0](self._add(x_TH, self.attend(x_TH, frame), first))
             y_TH: Tensor = self._post_norms[1](self._add(x_TH, self.feed(x_TH, frame), second))
             return y_TH
@@ -172,15 +173,15 @@ class TransformerLayer(nn.Module):
         if not has_mixer:
             return self._add(x_TH, self.feed(norm.normalize(x_TH), frame, x_TH), second)
         attended = self.attend(x_TH, frame)
-        if self.config.parallel_residual:
+        if self.config.residual.parallel_residual:
             normal_TH = norm.normalize(x_TH)
             x_TH = self._add(x_TH, attended, first)
         elif first is not None:
             x_TH = self._add(x_TH, attended, first)
             normal_TH = norm.normalize(x_TH)
         else:
-            if self.config.residual_scale != 1:
-                attended = attended * self.config.residual_scale
+            if self.config.residual.residual_scale != 1:
+                attended = attended * self.config.residual.residual_scale
             normal_TH, x_TH = norm.of_sum(attended, x_TH)
         return self._add(x_TH, self.feed(normal_TH, frame, x_TH), second)
 
@@ -208,7 +209,7 @@ class TransformerLayer(nn.Module):
             return None
         if self.pre_mlp_layernorm is not None:
             return self.pre_mlp_layernorm
-        if self.config.shared_norm and self.self_attention is not None:
+        if self.config.norms.shared_norm and self.self_attention is not None:
             first = self.self_attention.get_submodule("linear_qkv")
         else:
             first = self.mlp.get_submodule("linear_fc1")
@@ -235,8 +236,10 @@ class TransformerLayer(nn.Module):
         config = self.config
         attention, mixer = cast(nn.Module, self.self_attention), cast(nn.Module, self.mamba_mixer)
         mixed_TH: Tensor = mixer(x_TH, frame)
-        attended_TH: Tensor = attention(x_TH * config.attn_in_scale, frame)
-        return mixed_TH * config.mamba_out_scale + attended_TH * config.attn_out_scale
+        attended_TH: Tensor = attention(x_TH * config.attention.attn_in_scale, frame)
+        return (
+            mixed_TH * config.mamba.mamba_out_scale + attended_TH * config.attention.attn_out_scale
+        )
 
     def feed(
         self, x_TH: Tensor, frame: ForwardContext, residual_TH: Tensor | None = None
@@ -251,10 +254,10 @@ class TransformerLayer(nn.Module):
     @property
     def _branch_norms(self) -> tuple[NormLayer, NormLayer] | None:
         """The norms of what attention and MLP add, where they are not those of the sums."""
-        return None if self.config.norms_after_add else self._post_norms
+        return None if self.config.norms.norms_after_add else self._post_norms
 
     def _add(self, residual_TH: Tensor, branch_TH: Tensor, chance: DropoutSpec | None) -> Tensor:
-        scale = self.config.residual_scale
+        scale = self.config.residual.residual_scale
         if chance is None:
             return torch.add(residual_TH, branch_TH, alpha=scale)
         share, seed = chance.share, chance.seed
@@ -272,21 +275,31 @@ def check_branches(config: ModelConfig, layer: int) -> None:
     Raises:
         MappingError: several mixers in one layer, which are not attention and Mamba-2.
     """
-    if layer not in config.parallel_layers:
+    if layer not in layer_sets.parallel_layers(config):
         return
     mixers = [
         name
         for name, layers in (
-            ("attention", config.attn_layers),
-            ("Mamba-2", config.mamba_layers),
-            ("a gated delta net", config.delta_layers),
-            ("Kimi delta attention", config.kda_layers),
-            ("a gated short convolution", config.conv_layers),
+            ("attention", layer_sets.attn_layers(config)),
+            ("Mamba-2", layer_sets.mamba_layers(config)),
+            ("a gated delta net", layer_sets.delta_layers(config)),
+            ("Kimi delta attention", layer_sets.kda_layers(config)),
+            ("a gated short convolution", layer_sets.conv_layers(config)),
         )
         if layer in layers
     ]
-    odd = config.kv_lora_rank or not config.pre_norms or config.parallel_residual
-    if layer in config.delta_layers | config.kda_layers | config.conv_layers or odd:
+    odd = (
+        config.latent.kv_lora_rank
+        or not config.norms.pre_norms
+        or config.residual.parallel_residual
+    )
+    if (
+        layer
+        in layer_sets.delta_layers(config)
+        | layer_sets.kda_layers(config)
+        | layer_sets.conv_layers(config)
+        or odd
+    ):
         raise MappingError(
             f"layer {layer} has {' and '.join(mixers)} side by side",
             hint="such a model is converted, but not run",

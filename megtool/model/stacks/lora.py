@@ -27,6 +27,7 @@ from megtool.model.moe.experts import ExpertLinear
 from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.collectives import copy_to, reduce_from, reduce_scatter_rows
 from megtool.parallel.process_groups import ALONE, Group
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.dtensor_shards import local_shard, own_shard, with_local_shard
 
@@ -221,7 +222,7 @@ def check_experts(config: ModelConfig, settings: LoraSettings) -> None:
     Raises:
         UsageError: dropout, which PEFT has none of where all experts are one parameter.
     """
-    if config.moe_layers and settings.dropout and {"fc1", "fc2"} & set(settings.roles):
+    if layer_sets.moe_layers(config) and settings.dropout and {"fc1", "fc2"} & set(settings.roles):
         raise UsageError(
             f"LoRA dropout {settings.dropout:g} for experts, which take none",
             hint="--lora-dropout 0, or --lora-target qkv,proj",

@@ -8,7 +8,6 @@ are the decoder's own. Source: megatron-core 0.16.1, `transformer/multi_token_pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,7 +21,8 @@ from megtool.model.stacks.hyper_connections import HyperHead
 from megtool.model.stacks.layer import TransformerLayer
 from megtool.parallel.collectives import gather_columns, scatter_rows
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.spec.layer_sets import ATTENTION, EXPERTS, MAMBA, MLP
+from megtool.spec import layer_sets
+from megtool.spec.layer_symbols import ATTENTION, EXPERTS, MAMBA, MLP
 from megtool.spec.model_config import ModelConfig
 
 LOSS_FACTOR = 0.1
@@ -39,7 +39,7 @@ def is_hybrid(config: ModelConfig) -> bool:
     """
     if config.layer_sizes is not None:
         return False
-    return bool(config.num_mtp_inner) or any(
+    return bool(config.mtp.num_mtp_inner) or any(
         MAMBA in kind or len(kind) != 2 for kind in config.layer_kinds or ()
     )
 
@@ -52,26 +52,32 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     have none (K-EXAONE: TensorRT-LLM's `modeling_exaone_moe.py`, vLLM's `exaone_moe.py`). With
     `mtp_window` they have one, and the sizes of layers that do.
     """
-    depths = config.num_mtp_layers
+    depths = config.mtp.num_mtp_layers
     if not depths:
         return config
-    moe = config.moe_layers
+    moe = layer_sets.moe_layers(config)
     kinds = config.layer_kinds or tuple(
         ATTENTION + (EXPERTS if n in moe else MLP) for n in range(config.num_layers)
     )
-    kinds += tuple(config.mtp_branches if is_hybrid(config) else [config.mtp_branches]) * depths
-    ratios = config.compress_ratios
-    skip, without = config.window_skip_freq, config.no_rope_layers
-    flags = tuple(int(config.has_window(n)) for n in range(config.num_layers))
+    kinds += (
+        tuple(
+            layer_sets.mtp_branches(config)
+            if is_hybrid(config)
+            else [layer_sets.mtp_branches(config)]
+        )
+        * depths
+    )
+    ratios = config.compression.compress_ratios
+    skip, without = config.window.window_skip_freq, config.positions.no_rope_layers
+    flags = tuple(int(config.window.has_window(n)) for n in range(config.num_layers))
     is_global = any(flags) and without == tuple(1 - f for f in flags)
     if is_global:
         skip = (*flags, 0)
-    elif config.mtp_window:
+    elif config.mtp.mtp_window:
         skip = (*flags, 1)
-    sizes, like = config.layer_sizes, config.mtp_size_layer
-    shared = config.shared_index_layers
-    return replace(
-        config,
+    sizes, like = config.layer_sizes, layer_sets.mtp_size_layer(config)
+    shared = config.indexer.shared_index_layers
+    return config.with_fields(
         num_layers=len(kinds),
         num_mtp_layers=0,
         layer_kinds=kinds,
@@ -116,7 +122,7 @@ class MtpLayer(HyperHead):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = groups.tp, sequence_parallel
-        self.numbers, self.num_streams = numbers, config.hyper_streams
+        self.numbers, self.num_streams = numbers, config.residual.hyper_streams
         hidden = config.hidden_size
 
         def norm() -> NormLayer:
@@ -212,9 +218,9 @@ class MultiTokenPrediction(nn.Module):
     ) -> None:
         super().__init__()
         numbered, hybrid = with_mtp_layers(config), is_hybrid(config)
-        each = (numbered.num_layers - config.num_layers) // config.num_mtp_layers
+        each = (numbered.num_layers - config.num_layers) // config.mtp.num_mtp_layers
         layers = {}
-        for m in range(config.num_mtp_layers):
+        for m in range(config.mtp.num_mtp_layers):
             first = config.num_layers + m * each
             layers[str(m)] = MtpLayer(
                 numbered,

@@ -39,7 +39,7 @@ def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> 
         return [EncoderDecoder(config, groups, stage=stack_stage(config, groups), **options)]
     split, stage = Pipeline.of(groups.parallel), groups.pp.rank
     check_mtp_stage(config, groups.parallel)
-    norm = split.norm(config.num_layers, has_mtp=config.num_mtp_layers > 0)
+    norm = split.norm(config.num_layers, has_mtp=config.mtp.num_mtp_layers > 0)
     decoders = []
     for chunk in range(split.vpp):
         part = Stage(
@@ -61,13 +61,13 @@ def check_mtp_stage(config: ModelConfig, parallel: ParallelConfig) -> None:
             has another number of them.
     """
     split = Pipeline.of(parallel)
-    if split.layout is not None and split.num_mtp != config.num_mtp_layers:
+    if split.layout is not None and split.num_mtp != config.mtp.num_mtp_layers:
         raise LayoutError(
             f"pipeline_layout has {split.num_mtp} layers of multi-token prediction (m), and the "
-            f"model {config.num_mtp_layers}",
+            f"model {config.mtp.num_mtp_layers}",
             hint="one m for each of them, all before the L",
         )
-    if config.num_mtp_layers and split.mtp != split.loss:
+    if config.mtp.num_mtp_layers and split.mtp != split.loss:
         raise LayoutError(
             f"pipeline_layout {split.layout!r} has the layers of multi-token prediction (m) on "
             "another stage than the loss (L)",
@@ -81,7 +81,9 @@ def mark_tied(stages: Stages) -> None:
     """
     for decoder in _chunks(stages):
         words = decoder.embedding.word_embeddings.weight if decoder.embedding else None
-        is_copied = decoder.config.tied_embeddings or decoder.config.num_mtp_layers > 0
+        is_copied = (
+            decoder.config.embedding.tied_embeddings or decoder.config.mtp.num_mtp_layers > 0
+        )
         if words is not None and is_copied and decoder.groups.ends.size > 1:
             is_copy = not decoder.stage.embedding
             mark(words, split_dim=0, tied=True, copy=is_copy, embedding=True)
@@ -112,7 +114,7 @@ def forward_stages(
         return out
     if out is None:
         rows, tokens = batch.shape
-        shape = (rows, 1 if last_only else tokens, last.config.vocab_size)
+        shape = (rows, 1 if last_only else tokens, last.config.embedding.vocab_size)
         out = torch.empty(shape, dtype=last.dtype, device=last.groups.device)
     out = out.contiguous()
     dist.broadcast(out, src=pp.ranks[-1], group=pp.handle)

@@ -33,6 +33,7 @@ from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quant.statistics.site_statistics import ActivationStatistics
 from megtool.source.checkpoint import CheckpointSource
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
@@ -149,7 +150,7 @@ def _check_learned(config: ModelConfig, groups: ProcessGroups) -> None:
             hint="start one process without --tp, --pp, --ep, --cp; layers are loaded one by one",
             error_id="learned-rounding",
         )
-    if config.has_side_inputs:
+    if layer_sets.has_side_inputs(config):
         raise UsageError(
             "learned rounding is for layers that read the residual alone, and those of this model "
             "also read what other layers computed",

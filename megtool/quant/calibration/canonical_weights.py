@@ -63,7 +63,7 @@ class CanonicalWeights:
         return NormWeights(
             weight=self(module),
             dtype=self._side.canonical[name].dtype.name,
-            zero_centered=config is not None and config.zero_centered_norm,
+            zero_centered=config is not None and config.norms.zero_centered_norm,
         )
 
     def close(self) -> None:

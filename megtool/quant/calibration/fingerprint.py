@@ -16,6 +16,7 @@ from megtool.convert.dialects import CanonicalView
 from megtool.errors import FormatError
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
@@ -101,17 +102,16 @@ def hash_model(catalogue: Catalogue, side: CanonicalView) -> str:
 
 def _forward_config(config: ModelConfig) -> dict[str, Any]:
     """The config values that affect a forward pass, the same for every format."""
-    values = {
-        f.name: getattr(config, f.name) for f in fields(config) if f.name not in _UNUSED_FIELDS
-    }
-    if config.rope_scaling is not None:  # nothing else uses the maximum length
-        values["max_positions"] = config.max_positions
-        values["rope_scaling"] = {k: v for k, v in config.rope_scaling.items() if v is not None}
-    values["moe_layers"] = sorted(config.moe_layers)
-    skip, layers = config.window_skip_freq, range(config.num_layers)
+    positions = config.positions
+    values = {n: v for n, v in config.to_fields().items() if n not in _UNUSED_FIELDS}
+    if positions.rope_scaling is not None:  # nothing else uses the maximum length
+        values["max_positions"] = positions.max_positions
+        values["rope_scaling"] = {k: v for k, v in positions.rope_scaling.items() if v is not None}
+    values["moe_layers"] = sorted(layer_sets.moe_layers(config))
+    skip, layers = config.window.window_skip_freq, range(config.num_layers)
     if not isinstance(skip, tuple):
         skip = tuple(int(skip is None or (layer + 1) % skip != 0) for layer in layers)
-    values["windows"] = skip if config.window_size else None
+    values["windows"] = skip if config.window.window_size else None
     return {name: _plain(value) for name, value in values.items()}
 
 

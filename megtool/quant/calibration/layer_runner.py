@@ -17,6 +17,7 @@ from megtool.model.forward_context import ForwardContext
 from megtool.model.moe.experts import MoeMlp
 from megtool.model.stacks.decoder import Decoder
 from megtool.quant.calibration.micro_batches import MicroBatch, move_to_device
+from megtool.spec import layer_sets
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class LayerRunner:
         self.micro_batches = [move_to_device(p, self.device) for p in micro_batches]
         self.num_replays = 0
         self._frames: dict[tuple[int, ...], ForwardContext] = {}
-        self._keeps_frames = decoder.config.has_side_inputs
+        self._keeps_frames = layer_sets.has_side_inputs(decoder.config)
         self._pool: object = None
         self._streamer = find_streamer(decoder)
         if self._streamer is not None:

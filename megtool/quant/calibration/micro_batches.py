@@ -100,10 +100,11 @@ def shard_micro_batches(
 
 def compute_micro_batch_tokens(config: ModelConfig) -> int:
     """The tokens per micro-batch: a power of two, which usual row lengths divide."""
-    halves = 1 + config.gated
-    inner = config.ffn_hidden_size * (halves + 1)
-    if config.num_experts:
-        inner = max(inner, config.moe_ffn_hidden_size * config.num_experts_per_token * (halves + 1))
+    moe = config.moe
+    halves = 1 + config.mlp.gated
+    inner = config.mlp.ffn_hidden_size * (halves + 1)
+    if moe.num_experts:
+        inner = max(inner, moe.moe_ffn_hidden_size * moe.num_experts_per_token * (halves + 1))
     fits = MAX_INTERMEDIATE_BYTES // (4 * (inner + 4 * config.hidden_size))
     return max(1, min(MAX_TOKENS, 1 << max(fits, 1).bit_length() - 1))
 

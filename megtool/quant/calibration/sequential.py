@@ -37,6 +37,7 @@ from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quant.statistics.site_statistics import ActivationStatistics
 from megtool.source.checkpoint import CheckpointSource
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
@@ -214,7 +215,7 @@ class _UnitRunner:
 
     def _load_input(self, unit: int) -> bool:
         """Whether all ranks of the unit have loaded its input."""
-        if self.run.config.has_side_inputs:  # of which files hold the residual alone
+        if layer_sets.has_side_inputs(self.run.config):  # of which files hold the residual alone
             return False
         is_valid = True
         for stream in self.streams:

@@ -280,7 +280,7 @@ class _Solver:
                         error_id="missing-statistics",
                     )
                 half = site.width // 2
-                latent = bool(self.config.kv_lora_rank)
+                latent = bool(self.config.latent.kv_lora_rank)
                 key = float((statistics.amax if latent else statistics.amax[:half]).max()) or key
                 value = (
                     float((statistics.amax if latent else statistics.amax[half:]).max()) or value

@@ -30,6 +30,7 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.spec import layer_sets
 
 CALIBRATION_PASS_COST = 2
 """The cost of a pass that collects statistics, in passes without."""
@@ -124,11 +125,11 @@ class CandidateSurvey:
         config = self.decoder.config
         inside = [d.module for d in self._decisions.values() if d.module.layer is not None]
         layer = sum(m.numel for m in inside if m.kind == "linear" and "expert" not in m.roles)
-        if config.num_experts:
-            used = config.num_experts_per_token / config.num_experts
+        if config.moe.num_experts:
+            used = config.moe.num_experts_per_token / config.moe.num_experts
             layer += int(used * sum(m.numel for m in inside if "expert" in m.roles))
         layer_numel = layer / max(config.num_layers, 1)
-        return 2 * config.vocab_size * config.hidden_size / max(layer_numel, 1)
+        return 2 * config.embedding.vocab_size * config.hidden_size / max(layer_numel, 1)
 
     def solve(self, passes: Passes) -> None:
         """Run all micro-batches through the model and solve every decision unit in every format.
@@ -208,7 +209,9 @@ class CandidateSurvey:
         finished.
         """
         path = self._input_file(done)
-        if self.decoder.config.has_side_inputs:  # of which files hold the residual alone
+        if layer_sets.has_side_inputs(
+            self.decoder.config
+        ):  # of which files hold the residual alone
             path = None
         if all(self.ranks.all_gather(done > 0 and path is not None and states.load(path))):
             return done

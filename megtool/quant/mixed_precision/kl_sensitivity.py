@@ -21,6 +21,7 @@ from megtool.quant.calibration.layer_runner import LayerRunner
 from megtool.quant.calibration.micro_batches import MicroBatch, num_valid
 from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
 from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
+from megtool.spec import layer_sets
 
 MOST_CONCURRENT_RUNS = 32
 """Runs per wave. Each wave runs the unquantized model once more and stores its losses together."""
@@ -39,7 +40,7 @@ def measure_kl_sensitivity(
     Runs whose loss `cache` has are skipped. `micro_batches` are those of this rank.
     """
     decoder, ranks = survey.decoder, survey.ranks
-    if decoder.config.has_side_inputs:
+    if layer_sets.has_side_inputs(decoder.config):
         raise UsageError(
             "layers of this model read more than the output of the layer before (keys and values "
             "of another, an embedding of their own), and KL is measured layer by layer",
@@ -142,7 +143,7 @@ def _divergences(
     decoder = survey.decoder
     sums, tokens = [0.0] * len(wave), num_valid(layers.micro_batches)
     num_local = 0
-    step = max(1, MOST_LOGITS // decoder.config.vocab_size)
+    step = max(1, MOST_LOGITS // decoder.config.embedding.vocab_size)
     for i, micro_batch in enumerate(layers.micro_batches):
         valid_T = micro_batch.valid_T
         counted_T = (

@@ -218,8 +218,8 @@ def _kv_cache(after: ModuleInfo, config: ModelConfig) -> ModuleInfo:
     """The KV cache of the layer whose last key or value projection is `after`."""
     rows = after.shape[0]
     if not after.name.endswith("kv_down"):
-        of_values = config.v_head_dim
-        rows += rows // of_values * config.head_dim if of_values else rows
+        of_values = config.attention.v_head_dim
+        rows += rows // of_values * config.attention.head_dim if of_values else rows
     hf = tuple(n.rpartition(".")[0] for n in after.names_in("hf"))
     return ModuleInfo(
         name=after.name.rpartition(".")[0] + ".kv",

@@ -26,6 +26,7 @@ from megtool.source.subset.layers import (
     edit_metadata,
     set_modelopt_aside,
 )
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -114,8 +115,8 @@ def rotate(source: CheckpointSource, settings: RotationSettings) -> CheckpointSo
         canonical[t.name] = GlobalTensor(name=t.name, shape=t.shape, dtype=dtype)
     untied = config
     model, edited = source.model, dict(source.edited)
-    if settings.r1 and config.tied_embeddings:
-        untied = replace(config, tied_embeddings=False)
+    if settings.r1 and config.embedding.tied_embeddings:
+        untied = config.with_fields(tied_embeddings=False)
         args = changed_args(config, untied)
         new.metadata = edit_metadata(catalogue, args)
         if model is not None:
@@ -153,7 +154,7 @@ def _check_untied(source: CheckpointSource, hf_config: Mapping[str, object] | No
     family = source.model.family if source.model else None
     if family is None or hf_config is None:
         return
-    if family.read_config(hf_config).tied_embeddings:
+    if family.read_config(hf_config).embedding.tied_embeddings:
         raise _refuse(
             source,
             "R1",
@@ -254,13 +255,13 @@ class _Rotations:
     @property
     def _norm_offset(self) -> float:
         """What is added to the weights of norms."""
-        return 1.0 if self._config.zero_centered_norm else 0.0
+        return 1.0 if self._config.norms.zero_centered_norm else 0.0
 
     def _norm_before(self, name: str) -> Placement | None:
         """The norm whose output a weight reads; None if norms have no weights."""
         match = _LAYER.match(name)
         layer = match[0] if match else ""
-        is_mlp = name.startswith(f"{layer}mlp.") and not self._config.shared_norm
+        is_mlp = name.startswith(f"{layer}mlp.") and not self._config.norms.shared_norm
         return self._placements.get(f"{layer}{'mlp' if is_mlp else 'attn'}_norm.weight")
 
     def _of_values(
@@ -276,7 +277,7 @@ class _Rotations:
         return None, None
 
     def _value_matrix(self, layer: int) -> OrthogonalMatrix:
-        size = self._config.at_layer(layer).value_size
+        size = self._config.at_layer(layer).attention.value_size
         if size not in self._values:
             self._values[size] = self._make("R2", self._settings.r2, size, 2)
         return self._values[size]
@@ -308,28 +309,39 @@ class _Rotations:
 
     def _check_hidden(self) -> None:
         c = self._config
-        mixers = c.mamba_layers | c.delta_layers | c.kda_layers | c.conv_layers
+        mixers = (
+            layer_sets.mamba_layers(c)
+            | layer_sets.delta_layers(c)
+            | layer_sets.kda_layers(c)
+            | layer_sets.conv_layers(c)
+        )
         reasons = (
             (
-                c.norm != "rmsnorm",
+                c.norms.norm != "rmsnorm",
                 "its norms are LayerNorm, which subtract the mean: rotated, it is another",
             ),
             (
-                c.post_norms or c.norms_after_add or not c.pre_norms,
+                c.norms.post_norms or c.norms.norms_after_add or not c.norms.pre_norms,
                 "it normalizes what attention and MLP return, with weights for each channel",
             ),
-            (c.embedding_norm, "it normalizes embeddings"),
-            (not c.first_attn_norm, "its first layer reads embeddings without a norm"),
-            (c.position_embedding == "learned", "it adds learned positions to embeddings"),
-            (c.num_token_types, "it adds token types to embeddings"),
-            (c.hyper_streams, "it has several residuals side by side (hyper-connections)"),
-            (c.layer_input_size, "its layers read a second embedding"),
-            (c.num_mtp_layers, "it has layers of multi-token prediction"),
-            (c.router_norm or c.expert_norms, "its experts have norms of their own"),
-            (c.moe_latent_size, "its experts read a projection that all of them share"),
-            (c.is_compressed, "it compresses keys"),
+            (c.norms.embedding_norm, "it normalizes embeddings"),
+            (not c.norms.first_attn_norm, "its first layer reads embeddings without a norm"),
+            (
+                c.positions.position_embedding == "learned",
+                "it adds learned positions to embeddings",
+            ),
+            (c.embedding.num_token_types, "it adds token types to embeddings"),
+            (c.residual.hyper_streams, "it has several residuals side by side (hyper-connections)"),
+            (c.residual.layer_input_size, "its layers read a second embedding"),
+            (c.mtp.num_mtp_layers, "it has layers of multi-token prediction"),
+            (c.router.router_norm or c.moe.expert_norms, "its experts have norms of their own"),
+            (c.moe.moe_latent_size, "its experts read a projection that all of them share"),
+            (c.compression.is_compressed, "it compresses keys"),
             (mixers, "it has mixers other than attention"),
-            (c.bidirectional or c.masked_head or c.num_labels, "it is no decoder of text"),
+            (
+                c.bidirectional or c.head.masked_head or c.head.num_labels,
+                "it is no decoder of text",
+            ),
             (self._source.view.towers(), "it has parts other than text, which write to it"),
         )
         for is_so, reason in reasons:
@@ -339,10 +351,13 @@ class _Rotations:
     def _check_values(self) -> None:
         c = self._config
         reasons = (
-            (c.kv_lora_rank, "its values come out of a latent vector (MLA)"),
-            (c.is_compressed, "its keys and values are one vector"),
-            (c.value_norm or c.tied_value_layers, "its values are normalized, or are its keys"),
-            (c.attn_output_gate, "the output of its heads is multiplied by a gate"),
+            (c.latent.kv_lora_rank, "its values come out of a latent vector (MLA)"),
+            (c.compression.is_compressed, "its keys and values are one vector"),
+            (
+                c.attention.value_norm or layer_sets.tied_value_layers(c),
+                "its values are normalized, or are its keys",
+            ),
+            (c.attention.attn_output_gate, "the output of its heads is multiplied by a gate"),
         )
         for is_so, reason in reasons:
             if is_so:

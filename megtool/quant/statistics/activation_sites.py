@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megtool.quant.recipes.modules import ModuleInfo, find_fused_name
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 SiteKind = Literal["input", "kv_cache"]
@@ -96,7 +97,7 @@ def _site_name(module: ModuleInfo, config: ModelConfig) -> str:
     if module.kind == "kv_cache":
         return module.name
     if parent.endswith(".attn"):
-        if config.kv_lora_rank and last in ("q", "q_down", "kv_down"):
+        if config.latent.kv_lora_rank and last in ("q", "q_down", "kv_down"):
             return f"{parent}.down"
         if last == "gate":
             return f"{parent}.qkv"
@@ -139,27 +140,27 @@ def _stored_groups(readers: Iterable[ModuleInfo]) -> tuple[tuple[str, ...], ...]
 
 def _foldable_norm(name: str, module: ModuleInfo, config: ModelConfig) -> str:
     """The norm that feeds only this site, or ""; none where norms have no weights."""
-    if not config.norm_weight:
+    if not config.norms.norm_weight:
         return ""
     parent, _, last = name.rpartition(".")
     if module.layer is None:
         return "norm" if module.name == "head" else ""
     layer = f"layers.{module.layer}"
-    if module.layer in config.parallel_layers and last in ("in", "qkv"):
+    if module.layer in layer_sets.parallel_layers(config) and last in ("in", "qkv"):
         return ""
     if name == f"{layer}.mamba.in":
         return f"{layer}.attn_norm"
     if parent == f"{layer}.attn":
         if last in ("qkv", "down"):
-            feeds_this_alone = config.pre_norms and not config.shared_norm
-            feeds_this_alone = feeds_this_alone and not config.index_num_heads
-            feeds_this_alone = feeds_this_alone and not config.is_compressed
+            feeds_this_alone = config.norms.pre_norms and not config.norms.shared_norm
+            feeds_this_alone = feeds_this_alone and not config.indexer.index_num_heads
+            feeds_this_alone = feeds_this_alone and not config.compression.is_compressed
             return f"{layer}.attn_norm" if feeds_this_alone else ""
         inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
-        if config.index_num_heads:
+        if config.indexer.index_num_heads:
             del inner["q_up"]  # the indexer reads it, too
-        return f"{parent}.{inner[last]}" if last in inner and config.qk_norm else ""
+        return f"{parent}.{inner[last]}" if last in inner and config.norms.qk_norm else ""
     # The norm of an MoE layer also feeds the router and all experts; that of a gated delta net its
     # gates.
-    has_norm = config.pre_norms and not config.shared_norm
+    has_norm = config.norms.pre_norms and not config.norms.shared_norm
     return f"{layer}.mlp_norm" if name == f"{layer}.mlp.fc1" and has_norm else ""

@@ -356,7 +356,7 @@ def find_folded_norms(
                     tensor=tensor,
                     factors=factors,
                     zero_centered=bool(
-                        last == "weight" and config is not None and config.zero_centered_norm
+                        last == "weight" and config is not None and config.norms.zero_centered_norm
                     ),
                 )
             )

@@ -169,7 +169,7 @@ def find_changed_norms(
 ) -> dict[str, ChangedNorm]:
     """Find norms whose weights differ by more than a cast, by canonical name."""
     out: dict[str, ChangedNorm] = {}
-    centered = bool(written.config and written.config.zero_centered_norm)
+    centered = bool(written.config and written.config.norms.zero_centered_norm)
     offset = np.float32(1 if centered else 0)
     for site in sites:
         name = f"{site.norm}.weight"

@@ -151,7 +151,7 @@ def recover_norm_factors(
     """Recover the factors of norms `names` (weights and biases) from the two checkpoints, and
     compare them with those of calibration."""
     out = NormFactors()
-    centered = bool(written.config and written.config.zero_centered_norm)
+    centered = bool(written.config and written.config.norms.zero_centered_norm)
     for name in sorted(names):
         norm, _, last = name.rpartition(".")
         factors = qparams.norm_scales.get(norm)

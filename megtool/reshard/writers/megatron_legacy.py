@@ -189,8 +189,8 @@ class _RankFileWriter:
         self.runs: list[tuple[str, str, Parameter, int]] = []
         _check_experts(config, parallel)
         joined: dict[Site, Any] = {}
-        if self.settings.order.grouped_experts and config.num_experts:
-            experts_per_rank = config.num_experts // parallel.ep
+        if self.settings.order.grouped_experts and config.moe.num_experts:
+            experts_per_rank = config.moe.num_experts // parallel.ep
             joined = join_expert_states(
                 source, carried, experts_per_rank, fp8.findings, columns=fp8.columns
             )
@@ -250,7 +250,7 @@ class _RankFileWriter:
     ) -> Any:
         """The state dict of one chunk: names of its modules, and an extra state per linear."""
         layers = layers_of_stage(self.config, self.parallel, stage, chunk)
-        experts_per_rank = self.config.num_experts // self.parallel.ep
+        experts_per_rank = self.config.moe.num_experts // self.parallel.ep
         first_expert = ep * experts_per_rank
         grouped = self.settings.order.grouped_experts
         modules = {p.module_key.rpartition(".")[0] for p in members}
@@ -417,7 +417,7 @@ def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:
         LayoutError: they have not.
     """
     p = parallel
-    if not config.num_experts:
+    if not config.moe.num_experts:
         return
     for ep in range(p.ep):
         if len({expert_rank(tp, ep, p) for tp in range(p.tp)}) < p.etp:

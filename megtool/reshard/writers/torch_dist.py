@@ -134,7 +134,7 @@ def _count_joined_experts(source: CheckpointSource, parallel: ParallelConfig) ->
     config = source.model.config if source.model else None
     if config is None or not find_registration_order(source.catalogue).grouped_experts:
         return 1
-    return max(config.num_experts // parallel.ep, 1)
+    return max(config.moe.num_experts // parallel.ep, 1)
 
 
 def _make_bridge_files(

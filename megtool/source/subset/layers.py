@@ -87,20 +87,20 @@ def without_excluded_mtp(source: CheckpointSource) -> CheckpointSource:
     model, side = source.model, source.view
     if model is None or not source.is_canonical or all(":" in name for name in side.canonical):
         return source  # of optimizer state alone nothing is left out of the model
-    counted = model.config.num_mtp_layers  # 0 already, if the tensors say so
+    counted = model.config.mtp.num_mtp_layers  # 0 already, if the tensors say so
     if model.hf_config is not None and model.family is not None:
-        counted = max(counted, model.family.read_config(model.hf_config).num_mtp_layers)
+        counted = max(counted, model.family.read_config(model.hf_config).mtp.num_mtp_layers)
     numbers = {int(m[1]) for name in side.canonical if (m := _MTP.match(name))}
     count = len(numbers)
     if count >= counted or numbers != set(range(count)):
         return source
-    model = replace(model, config=replace(model.config, num_mtp_layers=counted))
-    config = replace(model.config, num_mtp_layers=count)
+    model = replace(model, config=model.config.with_fields(num_mtp_layers=counted))
+    config = model.config.with_fields(num_mtp_layers=count)
     changed = changed_args(model.config, config)
     catalogue = source.catalogue.select(lambda name: True)
     catalogue.metadata = edit_metadata(source.catalogue, changed)
     model, edited = edit_identity(source, model, model.config, config, changed)
-    bound = side.config and replace(side.config, num_mtp_layers=count)
+    bound = side.config and side.config.with_fields(num_mtp_layers=count)
     return replace(
         source,
         catalogue=catalogue,

@@ -222,7 +222,7 @@ def decode_record(record: Mapping[str, Any], config: ModelConfig, file: Path) ->
             value = record.get(f.name)
             if value is None:
                 continue
-            whole = getattr(config, _SIZE_OF[f.name])
+            whole = config.get(_SIZE_OF[f.name])
             if f.name in BY_LAYER:
                 lists[f.name] = {
                     int(layer): _ascending(numbers, whole) for layer, numbers in value.items()

@@ -15,6 +15,7 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.lora import Adapter, ExpertAdapter, adapters_of
 from megtool.parallel.process_groups import Group
 from megtool.quant.fake_quant.weight_views import WeightViews
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 
@@ -116,7 +117,7 @@ class AdapterViews:
             is_cut = adapter.split_dim == dim
             if is_cut:
                 # Gate and up are stacked, and each is split.
-                parts = 2 if dim == 1 and config.gated else 1
+                parts = 2 if dim == 1 and config.mlp.gated else 1
                 shape[dim] *= etp.size
                 global_index = global_index.view(parts, -1) + torch.arange(parts).view(-1, 1) * (
                     (etp.size - 1) * (size // parts)
@@ -184,14 +185,14 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The canonical modules that are fused in a linear layer of Megatron."""
     _, _, number, *_, within, last = name.split(".")
     attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
-    is_kda = int(number) in config.kda_layers
+    is_kda = int(number) in layer_sets.kda_layers(config)
     delta = f"layers.{number}.{'kda' if is_kda else 'delta'}."
     if within == "shared_experts":
         mlp += "shared."
     if last in _LATENT:
         return (attn + _LATENT[last],)
     if last == "linear_qkv":
-        gate = ("gate",) if config.attn_output_gate else ()
+        gate = ("gate",) if config.attention.attn_output_gate else ()
         return tuple(attn + m for m in ("q", *gate, "k", "v"))
     if last == "linear_proj":
         return (attn + "o",)
@@ -202,7 +203,7 @@ def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
     if last in _DELTA_NET:
         return tuple(delta + m for m in (_KIMI_DELTA if is_kda else _DELTA_NET)[last])
     if last == "linear_fc1":
-        return (mlp + "gate", mlp + "up") if config.gated else (mlp + "up",)
+        return (mlp + "gate", mlp + "up") if config.mlp.gated else (mlp + "up",)
     return (mlp + "down",)
 
 

@@ -66,10 +66,10 @@ def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
     Raises:
         MappingError: they have not.
     """
-    if student.vocab_size != teacher.vocab_size:
+    if student.embedding.vocab_size != teacher.embedding.vocab_size:
         raise MappingError(
-            f"the teacher's vocabulary has {teacher.vocab_size} tokens, the student's "
-            f"{student.vocab_size}",
+            f"the teacher's vocabulary has {teacher.embedding.vocab_size} tokens, the student's "
+            f"{student.embedding.vocab_size}",
             hint="--distill-loss uld or gold, or a teacher with the same tokenizer",
         )
 
@@ -117,7 +117,7 @@ def plan_teacher_layout(
             account_for_loss=False,
             pipeline_layout=None,
         )
-    if not teacher.num_experts:
+    if not teacher.moe.num_experts:
         layout = replace(layout, ep=1, etp=layout.tp)
     try:
         check_layout(teacher, layout)
@@ -347,10 +347,10 @@ class DistillationFeature(TrainingFeature):
 
         def logits(x_NH: Tensor, weight_VH: Tensor) -> Tensor:
             by_weight = replace(student, weight_VH=weight_VH)
-            return by_weight.logits(x_NH, head.config.vocab_size).float()
+            return by_weight.logits(x_NH, head.config.embedding.vocab_size).float()
 
         def taught_logits(x_NH: Tensor) -> Tensor:
-            return taught.logits(x_NH, self.teacher.config.vocab_size).float()
+            return taught.logits(x_NH, self.teacher.config.embedding.vocab_size).float()
 
         compared = SpanComparison(
             spans=spans,
@@ -374,7 +374,7 @@ class DistillationFeature(TrainingFeature):
         x_TH, student = _logits_head(head, x_TH)
         teacher_x_TH, teacher = _logits_head(self.teacher, teacher_x_TH)
         local = head.padded_vocab // tp.size
-        num_columns = min(max(head.config.vocab_size - tp.rank * local, 0), local)
+        num_columns = min(max(head.config.embedding.vocab_size - tp.rank * local, 0), local)
         return kl_divergence(
             x_TH.index_select(0, counted_N),
             student,
@@ -452,10 +452,9 @@ def _load_teacher(
 
 def _logits_head(decoder: Decoder, x_TH: Tensor) -> tuple[Tensor, LogitsHead]:
     config = decoder.config
+    head = config.head
     x_TH, weight_VH = decoder.head_factors(x_TH)
-    return x_TH, LogitsHead(
-        weight_VH=weight_VH, softcap=config.logit_softcap, scale=config.logit_scale
-    )
+    return x_TH, LogitsHead(weight_VH=weight_VH, softcap=head.logit_softcap, scale=head.logit_scale)
 
 
 def _split_batch(batch: Batch, count: int) -> Sequence[Batch]:

@@ -103,9 +103,9 @@ class EagleFeature(FrozenModelFeature):
         config = source.config
         kinds = (
             (config.num_decoder_layers, "a model of an encoder and a decoder"),
-            (config.num_labels, "a model that scores labels"),
+            (config.head.num_labels, "a model that scores labels"),
             (config.bidirectional, "an encoder"),
-            (config.hyper_streams, "a model with several residuals (hyper-connections)"),
+            (config.residual.hyper_streams, "a model with several residuals (hyper-connections)"),
         )
         for is_so, kind in kinds:
             if is_so:
@@ -262,7 +262,7 @@ def _make_head(settings: TrainConfig, stage: Decoder, tokens: Mapping[str, Any])
     config, text = stage.config, settings.eagle.eagle or ""
     eagle_config, draft_vocabulary = _read_config(settings, config, stage.dtype)
     embedding = cast("Embedding", stage.embedding)  # there are no pipeline stages
-    rows = slice(config.vocab_size)
+    rows = slice(config.embedding.vocab_size)
     return EagleHead(
         config,
         eagle_config,

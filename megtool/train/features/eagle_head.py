@@ -133,10 +133,10 @@ def make_eagle_config(
     if not 0 <= decay <= 1:
         raise RecipeError(f"eagle_loss_decay_factor is {decay}", file=file, hint="from 0 to 1")
     of_model = {
-        "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp.ffn_hidden_size,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
     }
     own = checked["eagle_architecture_config"]
     known = {*eagle3_default_config, *_TOKENS, *_OPTIONAL, "dtype", "max_position_embeddings"}
@@ -191,9 +191,10 @@ def _check_architecture(architecture: Mapping[str, Any], config: ModelConfig, fi
             file=file,
             hint=f"0 to {config.num_layers - 1}",
         )
-    if (size := architecture.get("draft_vocab_size") or 0) > config.vocab_size:
+    if (size := architecture.get("draft_vocab_size") or 0) > config.embedding.vocab_size:
         raise RecipeError(
-            f"draft_vocab_size is {size}, and the model has {config.vocab_size} tokens", file=file
+            f"draft_vocab_size is {size}, and the model has {config.embedding.vocab_size} tokens",
+            file=file,
         )
 
 
@@ -229,7 +230,7 @@ class EagleHead:
         mtsp = _import_speculative()
         settings = copy.deepcopy(dict(eagle_config))
         if draft_vocabulary is not None and location(draft_vocabulary).is_file():
-            _check_draft_vocabulary(draft_vocabulary, config.vocab_size, file)
+            _check_draft_vocabulary(draft_vocabulary, config.embedding.vocab_size, file)
         settings["eagle_architecture_config"] |= {
             n: v for n, v in (tokens or {}).items() if n in _TOKENS and v is not None
         }
@@ -328,12 +329,12 @@ def _make_base(config: ModelConfig, embedding_VH: Tensor, output_VH: Tensor) -> 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = LlamaConfig(
-        vocab_size=config.vocab_size,
+        vocab_size=config.embedding.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.hidden_size,
         num_hidden_layers=0,
         num_attention_heads=1,
-        max_position_embeddings=config.max_positions,
+        max_position_embeddings=config.positions.max_positions,
         tie_word_embeddings=False,
         dtype=str(embedding_VH.dtype).removeprefix("torch."),
     )

@@ -461,7 +461,7 @@ def check_te_shapes(precisions: ModulePrecisions, config: ModelConfig, tp: int) 
         UsageError: a rank's part of a weight has a shape that does not fit the recipe.
         LayoutError: tp does not divide it.
     """
-    (model,) = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
+    (model,) = build_stages(config.with_fields(num_mtp_layers=0), ProcessGroups.alone("meta"))
     for n in model.stage.layers:
         for name, module in _linears(model.decoder.layers[str(n)]):
             fp8 = precisions.of(f"decoder.layers.{n}.{name}")
@@ -509,7 +509,7 @@ def describe_precisions(settings: TrainConfig, source: CheckpointSource) -> dict
     if settings.fp8.te_precision_config_file is None:
         return {}
     precisions = choose_precisions(settings, source)
-    config = replace(source.config, num_mtp_layers=0)
+    config = source.config.with_fields(num_mtp_layers=0)
     (model,) = build_stages(config, ProcessGroups.alone("meta"))
     names = [
         f"decoder.layers.{n}.{name}"

@@ -65,7 +65,7 @@ def choose_pairs(student: ModelConfig, teacher: ModelConfig, text: str | None) -
             f"{student.hidden_size}",
             hint="without --distill-hidden-weight; logits have the same size in both",
         )
-    if student.hyper_streams or teacher.hyper_streams:
+    if student.residual.hyper_streams or teacher.residual.hyper_streams:
         raise MappingError(
             "residuals side by side (hyper-connections) are not compared layer by layer",
             hint="without --distill-hidden-weight",

@@ -7,7 +7,6 @@ adapter (`megtool.train.features.frozen_model`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ class LoraFeature(FrozenModelFeature):
         config = source.config
         check_experts(config, lora)
         family = _require_family(source)
-        stages = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
+        stages = build_stages(config.with_fields(num_mtp_layers=0), ProcessGroups.alone("meta"))
         PeftFormat(config, family, [name for s in stages for name, _ in layers_for(s, lora)])
 
     @classmethod

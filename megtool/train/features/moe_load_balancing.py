@@ -18,6 +18,7 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import own_tokens
 from megtool.source.checkpoint import CheckpointSource
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.train.evaluation import world_sum
 from megtool.train.features.protocol import FeatureInputs, TrainingFeature
@@ -53,7 +54,7 @@ def choose_router_losses(
                 hint="--moe-aux-loss-coeff X, --moe-z-loss-coeff X",
             )
         return None
-    if not config.moe_layers:
+    if not layer_sets.moe_layers(config):
         raise UsageError("a model without experts has no router losses")
     return chosen
 

@@ -27,7 +27,7 @@ class MtpFeature(TrainingFeature):
 
     def __init__(self, stages: Sequence[Decoder], factor: float) -> None:
         self.groups, self.factor = stages[0].groups, factor
-        self.depths = stages[0].config.num_mtp_layers
+        self.depths = stages[0].config.mtp.num_mtp_layers
         self.mtp = stages[-1].mtp
         if self.mtp is not None:
             self.mtp.loss_factor = factor
@@ -53,7 +53,7 @@ class MtpFeature(TrainingFeature):
         cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
     ) -> Self | None:
         """Give the layers their weight; None for a model without them."""
-        if not stages[0].config.num_mtp_layers:
+        if not stages[0].config.mtp.num_mtp_layers:
             return None
         cls.add_parameters(settings, stages)
         return cls(stages, settings.losses.mtp_loss_scaling_factor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ class PeftFormat:
     """
 
     def __init__(self, config: ModelConfig, family: Family, linears: Iterable[str]) -> None:
-        self._config = replace(config, num_mtp_layers=0)
+        self._config = config.with_fields(num_mtp_layers=0)
         self._names = PeftNames(self._config, family)
         self._linears = list(linears)
         for linear in self._linears:
@@ -54,7 +53,7 @@ class PeftFormat:
             )
             return
         layer = linear.split(".")[2]
-        for expert in range(self._config.num_experts):
+        for expert in range(self._config.moe.num_experts):
             for part in self._parts(linear):
                 yield f"layers.{layer}.mlp.experts.{expert}.{part}.weight", expert
 
@@ -62,7 +61,7 @@ class PeftFormat:
         """The weights of an expert that are fused in a layer, in the order of their rows."""
         if linear.endswith("fc2"):
             return ("down",)
-        return ("gate", "up") if self._config.gated else ("up",)
+        return ("gate", "up") if self._config.mlp.gated else ("up",)
 
     def _up(
         self, matrices: Mapping[str, Tensor], linear: str, weight: str, expert: int | None

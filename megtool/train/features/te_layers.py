@@ -30,6 +30,7 @@ from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.layer import TransformerLayer
 from megtool.optim.fp8.config import Fp8Config
 from megtool.optim.fp8.transformer_engine import required_multiple
+from megtool.spec import layer_sets
 from megtool.train.features.module_precision import layer_ranges
 from megtool.train.options.config import TrainConfig
 
@@ -173,19 +174,22 @@ class _Chooser:
             return self.excluded["DotProductAttention"]
         if self.groups.cp.size > 1:
             return "context parallelism has its own exchange"
-        sizes = config.head_dim, config.head_dim
+        sizes = config.attention.head_dim, config.attention.head_dim
         if isinstance(attention, LatentAttention):
-            if config.index_num_heads:
+            if config.indexer.index_num_heads:
                 return "each token attends to those that an indexer ranks"
-            sizes = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+            sizes = (
+                config.latent.qk_nope_head_dim + config.latent.qk_rope_head_dim,
+                config.attention.v_head_dim,
+            )
         return te_attention.refuse(
             self.dtype,
             sizes,
-            has_softcap=bool(config.attn_softcap),
-            has_bias=config.position_embedding in ("alibi", "relative"),
-            has_window_sinks=config.attn_sinks
-            and self.layer.layer in config.sink_layers
-            and config.has_window(self.layer.layer),
+            has_softcap=bool(config.attention.attn_softcap),
+            has_bias=config.positions.position_embedding in ("alibi", "relative"),
+            has_window_sinks=config.attention.attn_sinks
+            and self.layer.layer in layer_sets.sink_layers(config)
+            and config.window.has_window(self.layer.layer),
         )
 
     def _refuse_experts(self, module: ExpertLinear, name: str) -> str:
@@ -208,11 +212,11 @@ class _Chooser:
         config, fc1, fc2 = mlp.config, mlp.linear_fc1, mlp.linear_fc2
         if why := self._refuse_norm(fc1):
             return why
-        if mlp.activation_func is not None or formula(config.activation) not in (
+        if mlp.activation_func is not None or formula(config.mlp.activation) not in (
             transformer_engine.KINDS
         ):
-            return f"it has no activation {config.activation}"
-        if config.activation_limit or config.glu_offset or config.mlp_gate_scale != 1:
+            return f"it has no activation {config.mlp.activation}"
+        if config.mlp.activation_limit or config.mlp.glu_offset or config.mlp.mlp_gate_scale != 1:
             return "its gate has a limit, an offset or a scale"
         if self.precision(names[0]) != self.precision(names[1]):
             return "its projections differ in precision"
@@ -220,7 +224,7 @@ class _Chooser:
 
     def _refuse_norm(self, module: ColumnLinear) -> str:
         norm = module.norm
-        if self.layer.config.shared_norm:
+        if self.layer.config.norms.shared_norm:
             return "one norm feeds attention and MLP"
         if norm is None or module.layer_norm_weight is None:
             return "there is no norm with a weight before it"
@@ -298,8 +302,8 @@ def _build(module: Any, kind: TeKind, num_rows: int) -> TeModule:
             _norm_of(fc1),
             (fc1.weight, fc1.bias),
             (fc2.weight, fc2.bias),
-            activation=formula(config.activation),
-            is_gated=config.gated,
+            activation=formula(config.mlp.activation),
+            is_gated=config.mlp.gated,
             num_rows=num_rows,
         )
         module.norm_product = fc1.norm_product = te_module

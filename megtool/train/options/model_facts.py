@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megtool.options.field import OptionCondition
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 
@@ -23,10 +24,11 @@ class ModelFacts:
         """Return the facts of a model."""
         return cls(
             has_encoder=bool(config.num_decoder_layers),
-            has_labels=bool(config.num_labels),
-            has_mtp_layers=bool(config.num_mtp_layers),
-            has_shared_experts=bool(config.shared_ffn_hidden_size),
-            has_fixed_expert_bias=bool(config.moe_layers) and not config.router_expert_bias,
+            has_labels=bool(config.head.num_labels),
+            has_mtp_layers=bool(config.mtp.num_mtp_layers),
+            has_shared_experts=bool(config.moe.shared_ffn_hidden_size),
+            has_fixed_expert_bias=bool(layer_sets.moe_layers(config))
+            and not config.router.router_expert_bias,
         )
 
 

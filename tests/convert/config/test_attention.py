@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,14 +30,14 @@ def test_local_layers_of_gpt_neo_have_windows(types: Any, want: Any) -> None:
     neo = family("gpt_neo")
     keys = stored("gpt_neo", num_layers=4, attention_types=types)
     config = neo.read_config(keys)
-    assert (config.window_size, config.window_skip_freq) == want
+    assert (config.window.window_size, config.window.window_skip_freq) == want
     assert neo.write_config(config)["attention_types"] == types
-    fewer = replace(config, num_layers=2, window_skip_freq=(1, 0), window_size=8)
+    fewer = config.with_fields(num_layers=2, window_skip_freq=(1, 0), window_size=8)
     written = neo.write_config(fewer)
     assert written["attention_types"] == [[["local", "global"], 1]]
     assert written["attention_layers"] == ["local", "global"]
     read = neo.read_config(written)
-    assert (read.window_size, read.window_skip_freq) == (8, 2)
+    assert (read.window.window_size, read.window.window_skip_freq) == (8, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,33 +68,33 @@ def test_what_the_family_mpt_does_not_know_is_named(key: str, value: Any) -> Non
 def test_the_largest_slope_of_mpt_is_written_beside_what_was_kept() -> None:
     mpt = family("mpt")
     config = mpt.read_config(stored("mpt", attn_config={"attn_impl": "torch"}))
-    assert config.alibi_bias_max == 8
+    assert config.positions.alibi_bias_max == 8
     assert mpt.write_config(config)["attn_config"] == {"attn_impl": "torch"}
-    written = mpt.write_config(replace(config, alibi_bias_max=4.0))
+    written = mpt.write_config(config.with_fields(alibi_bias_max=4.0))
     assert written["attn_config"] == {"attn_impl": "torch", "alibi": True, "alibi_bias_max": 4}
-    assert mpt.read_config(written).alibi_bias_max == 4
+    assert mpt.read_config(written).positions.alibi_bias_max == 4
 
 
 def test_one_head_of_keys_or_as_many_as_of_queries() -> None:
     starcoder = family("gpt_bigcode")
     config = starcoder.read_config(stored("gpt_bigcode"))
-    assert config.num_kv_heads == 1
+    assert config.attention.num_kv_heads == 1
     many = starcoder.read_config(stored("gpt_bigcode", multi_query=False))
-    assert many.num_kv_heads == many.num_heads
+    assert many.attention.num_kv_heads == many.attention.num_heads
     assert starcoder.write_config(many)["multi_query"] is False
     with raises(MappingError, "num_kv_heads is 2"):
-        starcoder.write_config(replace(config, num_kv_heads=2))
+        starcoder.write_config(config.with_fields(num_kv_heads=2))
 
 
 def test_embeddings_are_scaled_by_a_flag() -> None:
     trinity = family("afmoe")
     keys = SIZES | {"head_dim": 8, "num_experts": 4, "num_dense_layers": 0, "mup_enabled": True}
     config = trinity.read_config(keys)
-    assert config.embedding_scale == 32**0.5
+    assert config.embedding.embedding_scale == 32**0.5
     assert trinity.write_config(config)["mup_enabled"] is True
-    assert trinity.write_config(replace(config, embedding_scale=1.0))["mup_enabled"] is False
+    assert trinity.write_config(config.with_fields(embedding_scale=1.0))["mup_enabled"] is False
     with raises(MappingError, "embedding_scale is 2.0"):
-        trinity.write_config(replace(config, embedding_scale=2.0))
+        trinity.write_config(config.with_fields(embedding_scale=2.0))
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,12 @@ def test_opt_350m_is_refused(keys: dict[str, Any], said: str) -> None:
 def test_published_settings_of_bloom_have_older_names() -> None:
     old = {"n_embed": 32, "n_layer": 2, "num_attention_heads": 4, "vocab_size": 101}
     config = family("bloom").read_config(old)
-    assert (config.hidden_size, config.num_heads, config.ffn_hidden_size) == (32, 4, 128)
-    assert config.position_embedding == "alibi"
+    assert (config.hidden_size, config.attention.num_heads, config.mlp.ffn_hidden_size) == (
+        32,
+        4,
+        128,
+    )
+    assert config.positions.position_embedding == "alibi"
 
 
 @pytest.mark.parametrize(
@@ -131,11 +134,15 @@ def test_rotary_bases_of_layers(bases: Any, rope: float, local: Any, still: Any)
     """The first of four layers attends to all tokens, and the others have a window."""
     keys = stored("granite_swa", num_hidden_layers=4, layer_rope_theta=bases)
     config = family("granite_swa").read_config(keys)
-    assert config.window_skip_freq == (0, 1, 1, 1)
-    assert (config.rope_base, config.rope_local_base, config.no_rope_layers) == (rope, local, still)
-    again = family("granite_swa").write_config(replace(config, extra={}))
+    assert config.window.window_skip_freq == (0, 1, 1, 1)
+    assert (
+        config.positions.rope_base,
+        config.positions.rope_local_base,
+        config.positions.no_rope_layers,
+    ) == (rope, local, still)
+    again = family("granite_swa").write_config(config.with_fields(extra={}))
     assert again["layer_rope_theta"] == (bases or [rope] * 4)
-    assert family("granite_swa").read_config(again).rope_local_base == local
+    assert family("granite_swa").read_config(again).positions.rope_local_base == local
 
 
 @pytest.mark.parametrize(

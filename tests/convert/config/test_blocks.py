@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from megtool.convert.megatron.sharding import check_layout
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.errors import raises
@@ -39,9 +39,9 @@ def test_blocks_say_branches_and_sizes() -> None:
         "num_kv_heads": (2, 4, 1, 4),
         "ffn_hidden_size": (512, 256, 512, 256),
     }
-    assert (found.num_kv_heads, found.ffn_hidden_size) == (4, 512)
-    assert [found.at_layer(n).num_kv_heads for n in range(4)] == [2, 4, 1, 4]
-    assert not found.is_homogeneous
+    assert (found.attention.num_kv_heads, found.mlp.ffn_hidden_size) == (4, 512)
+    assert [found.at_layer(n).attention.num_kv_heads for n in range(4)] == [2, 4, 1, 4]
+    assert not layer_sets.is_homogeneous(found)
     names = {n for p in VOCABULARY for n in CanonicalModel(found).names(p)}
     assert not any(n.startswith("layers.1.attn") for n in names)
     assert not any(n.startswith("layers.2.mlp") for n in names)
@@ -76,7 +76,7 @@ def test_what_megatrons_training_script_refuses_is_told() -> None:
 
 
 def test_a_configuration_without_the_list_is_written_as_factors() -> None:
-    said = replace(config(), extra={})
+    said = config().with_fields(extra={})
     written = FAMILY.write_config(said)
     assert [b["ffn"]["ffn_mult"] for b in written["block_configs"]] == [24.0, 12.0, None, 12.0]
     again = FAMILY.read_config(written)
@@ -84,7 +84,7 @@ def test_a_configuration_without_the_list_is_written_as_factors() -> None:
     assert again.layer_sizes == said.layer_sizes
     sizes = {"num_kv_heads": (2,) * 4, "ffn_hidden_size": (300,) * 4}
     with raises(MappingError, "300 wide", "multiple of 256"):
-        FAMILY.write_config(replace(said, layer_sizes=sizes))
+        FAMILY.write_config(said.with_fields(layer_sizes=sizes))
 
 
 def test_some_of_the_layers() -> None:
@@ -169,9 +169,9 @@ def test_blocks_that_are_not_known_are_refused(blocks: Any, said: str) -> None:
 )
 def test_sizes_are_checked(sizes: Any, said: str) -> None:
     with raises(MappingError, said):
-        replace(config(), layer_sizes=sizes)
+        config().with_fields(layer_sizes=sizes)
     with raises(MappingError, "multi-token prediction"):
-        replace(config(), num_mtp_layers=1)
+        config().with_fields(num_mtp_layers=1)
 
 
 def test_args_that_are_no_list_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError
 from megtool.options.layout import ParallelConfig
 from megtool.source.open import open_source
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config, write
@@ -56,7 +56,7 @@ MAMBA = {
     "mamba_state_dim": 16,
     "mamba_num_groups": 2,
 }
-HYBRID = ModelConfig(**BASE, **MAMBA, layer_kinds=("M", "-", "*", "-"))
+HYBRID = ModelConfig.from_fields(**BASE, **MAMBA, layer_kinds=("M", "-", "*", "-"))
 FLOAT = dtype("float32")
 
 
@@ -135,7 +135,7 @@ def test_chunks_of_a_pattern_are_the_layout() -> None:
 
 
 def test_a_model_of_both_classes_is_one_configuration() -> None:
-    config = ModelConfig(
+    config = ModelConfig.from_fields(
         **BASE,
         num_experts=4,
         num_experts_per_token=2,
@@ -146,8 +146,8 @@ def test_a_model_of_both_classes_is_one_configuration() -> None:
     )
     hybrid = hybrid_form(config)
     assert hybrid.layer_kinds == tuple("*-*E*-*E")
-    assert hybrid.window_skip_freq == (1, 1, 0, 0, 1, 1, 0, 0)
-    assert hybrid.moe_layers == {3, 7}
+    assert hybrid.window.window_skip_freq == (1, 1, 0, 0, 1, 1, 0, 0)
+    assert layer_sets.moe_layers(hybrid) == {3, 7}
     assert gpt_form(hybrid) == config
     assert hybrid_form(hybrid) is hybrid
     assert needs_hybrid(HYBRID)
@@ -157,11 +157,11 @@ def test_a_model_of_both_classes_is_one_configuration() -> None:
 
 def test_branches_side_by_side_have_no_pattern() -> None:
     with raises(MappingError, match="side by side"):
-        hybrid_form(ModelConfig(**BASE, **MAMBA, layer_kinds=("M*-",) * 4))
+        hybrid_form(ModelConfig.from_fields(**BASE, **MAMBA, layer_kinds=("M*-",) * 4))
 
 
 def test_names_of_both_classes() -> None:
-    config = ModelConfig(**BASE, num_mtp_layers=1)
+    config = ModelConfig.from_fields(**BASE, num_mtp_layers=1)
     pairs = {
         "decoder.layers.1.self_attention.linear_qkv.weight": (
             "decoder.layers.2.self_attention.linear_qkv.weight"
@@ -196,11 +196,11 @@ def test_names_of_both_classes() -> None:
 )
 def test_a_layer_that_the_pattern_does_not_have_is_refused(name: str, why: str) -> None:
     with raises(MappingError, match=why):
-        from_hybrid(ModelConfig(**BASE))(name)
+        from_hybrid(ModelConfig.from_fields(**BASE))(name)
 
 
 def test_args_of_both_classes() -> None:
-    config = ModelConfig(**BASE)
+    config = ModelConfig.from_fields(**BASE)
     hybrid = hybrid_form(config)
     args = args_from_config(hybrid, ParallelConfig(pp=2))
     assert args["hybrid_layer_pattern"] == "*-*-|*-*-"
@@ -516,7 +516,7 @@ def test_blocks_of_tensor_ranks_are_read(tp: int, tmp_path: Path, materialize: A
     """Megatron-FSDP puts the parameters of tensor ranks together, parts and all."""
     kept: dict[str, Any] = {"optimizer_format": "none", "fsync": False}
     mixers = config(**MODELS["delta net"] | MODELS["mamba"] | {"layer_kinds": ("M", "-", "G", "-")})
-    write(tmp_path / "0", replace(mixers, num_experts=0), ParallelConfig(), materialize)
+    write(tmp_path / "0", mixers.with_fields(num_experts=0), ParallelConfig(), materialize)
     reshard(tmp_path / "0", tmp_path / "whole", to="torch_dist", **kept)
     reshard(tmp_path / "0", tmp_path / "ranks", to="megatron", tp=tp, **kept)
     files = sorted((tmp_path / "ranks").glob("**/model_optim_rng.pt"))

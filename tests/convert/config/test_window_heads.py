@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import MappingError
+from megtool.spec import layer_sets
 from tests.support.errors import raises
 
 PUBLISHED: dict[str, Any] = {
@@ -58,14 +58,18 @@ def test_published_keys_mean_what_transformers_reads_and_are_kept() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.MiMoV2FlashConfig(**PUBLISHED)
     config = family("mimo_v2_flash").read_config(PUBLISHED)
-    flags = [config.has_window(n) for n in range(7)]
+    flags = [config.window.has_window(n) for n in range(7)]
     assert [t == "sliding_attention" for t in theirs.layer_types] == flags
-    assert config.window_size == theirs.sliding_window == 129
+    assert config.window.window_size == theirs.sliding_window == 129
     assert config.layer_sizes == {"num_kv_heads": (4, 8, 8, 8, 8, 4, 8)}
-    assert (config.head_dim, config.value_size, config.attn_value_scale) == (192, 128, 0.707)
-    assert int(config.head_dim * config.rotary_percent) == 64
-    assert config.sink_layers == {1, 2, 3, 4, 6}
-    assert config.moe_layers == set(range(1, 7))
+    assert (
+        config.attention.head_dim,
+        config.attention.value_size,
+        config.attention.attn_value_scale,
+    ) == (192, 128, 0.707)
+    assert int(config.attention.head_dim * config.positions.rotary_percent) == 64
+    assert layer_sets.sink_layers(config) == {1, 2, 3, 4, 6}
+    assert layer_sets.moe_layers(config) == set(range(1, 7))
     again = family("mimo_v2_flash").write_config(config)
     kept = PUBLISHED | {"routed_scaling_factor": 1.0}
     assert {k: again.get(k) for k in kept} == kept
@@ -85,8 +89,7 @@ def test_published_keys_mean_what_transformers_reads_and_are_kept() -> None:
 
 def test_other_windows_are_written_in_both_forms() -> None:
     config = family("mimo_v2_flash").read_config(PUBLISHED)
-    changed = replace(
-        config,
+    changed = config.with_fields(
         window_skip_freq=(0, 0, 1, 1, 1, 1, 1),
         layer_sizes={"num_kv_heads": (4, 4, 8, 8, 8, 8, 8)},
         window_size=65,
@@ -98,7 +101,7 @@ def test_other_windows_are_written_in_both_forms() -> None:
     assert again["sliding_window_size"] == 64
     read = family("mimo_v2_flash").read_config(again)
     for name in ("window_skip_freq", "layer_sizes", "window_size"):
-        assert getattr(read, name) == getattr(changed, name)
+        assert read.get(name) == changed.get(name)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_keys_that_are_no_model_are_refused(keys: dict[str, Any], said: str) -> 
 
 def test_heads_that_do_not_go_by_windows_are_refused() -> None:
     config = family("mimo_v2_flash").read_config(PUBLISHED)
-    odd = replace(config, layer_sizes={"num_kv_heads": (8, 8, 8, 8, 8, 4, 8)})
+    odd = config.with_fields(layer_sizes={"num_kv_heads": (8, 8, 8, 8, 8, 4, 8)})
     with raises(MappingError, "num_kv_heads is (8, 8, 8, 8, 8, 4, 8)"):
         family("mimo_v2_flash").write_config(odd)
 
@@ -134,4 +137,4 @@ def test_args_are_those_of_megatron_bridge() -> None:
     assert args["attention_value_scale"] == 0.707
     read = config_from_args(args)
     for name in ("layer_sizes", "num_kv_heads", "v_head_dim", "rope_local_base", "window_sinks"):
-        assert getattr(read, name) == getattr(config, name)
+        assert read.get(name) == config.get(name)

@@ -55,7 +55,7 @@ def config(**changes: Any) -> ModelConfig:
         "vocab_size": 10,
         "num_experts": 2,
     }
-    return ModelConfig(**{**sizes, **changes})
+    return ModelConfig.from_fields(**{**sizes, **changes})
 
 
 def names_of(model: CanonicalModel, w: Word) -> list[str]:
@@ -105,9 +105,9 @@ def random(model: CanonicalModel, patterns: dict[str, str]) -> dict[str, np.ndar
 def megatron_qkv(cfg: ModelConfig, arrays: dict[str, np.ndarray], order: str) -> np.ndarray:
     """Per query group: its rows of every tensor in order, by explicit loops."""
     rows = []
-    for g in range(cfg.num_kv_heads):
+    for g in range(cfg.attention.num_kv_heads):
         for name in order.split():
-            per_group = arrays[name].shape[0] // cfg.num_kv_heads
+            per_group = arrays[name].shape[0] // cfg.attention.num_kv_heads
             rows.append(arrays[name][g * per_group : (g + 1) * per_group])
     return np.concatenate(rows)
 

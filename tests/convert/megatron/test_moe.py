@@ -16,6 +16,7 @@ from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.box import cover_fault
 from megtool.tensors.sharded import GlobalTensor
@@ -55,16 +56,12 @@ def models(draw: st.DrawFn) -> ModelConfig:
         biased = draw(flag)
         keys |= dict.fromkeys(("qkv_bias", "attn_out_bias", "mlp_bias"), biased)
         keys["attn_sinks"] = draw(flag)
-    if any(c := ModelConfig(**vars_of(config()) | keys).moe_layers):
+    if any(c := layer_sets.moe_layers(config().with_fields(**keys))):
         assert c <= set(range(layers))
         keys["router_expert_bias"] = draw(flag)
         if draw(flag):
             keys |= {"shared_ffn_hidden_size": 8, "shared_expert_gate": draw(flag)}
     return config(**keys)
-
-
-def vars_of(c: ModelConfig) -> dict[str, Any]:
-    return {n: getattr(c, n) for n in c.__dataclass_fields__}
 
 
 LAYOUTS = [
@@ -86,7 +83,7 @@ def test_every_model_comes_back_from_megatron(
 ) -> None:
     side, arrays = canonical_side(cfg, ("", "exp_avg"))
     parallel = ParallelConfig(**layout)
-    per_layer = per_layer or not cfg.is_homogeneous
+    per_layer = per_layer or not layer_sets.is_homogeneous(cfg)
     there = write_side(side, dialect="megatron", parallel=parallel, per_layer=per_layer)
     megatron = carry(side, arrays, there)
     assert there.shards is not None

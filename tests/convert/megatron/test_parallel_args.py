@@ -69,7 +69,7 @@ def test_args_return_the_layout(
 
 
 def test_args_of_a_model_hold_the_whole_layout() -> None:
-    config = ModelConfig(
+    config = ModelConfig.from_fields(
         num_layers=61,
         hidden_size=64,
         ffn_hidden_size=64,

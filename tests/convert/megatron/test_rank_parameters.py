@@ -20,6 +20,7 @@ from megtool.megatron_state.optimizer.box_runs import split_into_boxes
 from megtool.model.stacks.decoder import Decoder
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.mesh import Mesh
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config
@@ -38,14 +39,14 @@ def stored(model: ModelConfig) -> list[GlobalTensor]:
         n: GlobalTensor(name=n, shape=s, dtype=dtype("bfloat16"))
         for n, s in canonical_tensors(model).items()
     }
-    table = STACKED if model.is_homogeneous else PER_LAYER
+    table = STACKED if layer_sets.is_homogeneous(model) else PER_LAYER
     return list(Binding(table, CanonicalModel(model)).write(canonical, pad_to=16).tensors)
 
 
 def layouts(draw: st.DrawFn, model: ModelConfig) -> ParallelConfig:
     tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    ep = draw(st.sampled_from([1, 2, 4])) if model.num_experts else 1
-    etp = draw(st.sampled_from([1, 2, tp])) if model.num_experts else tp
+    ep = draw(st.sampled_from([1, 2, 4])) if model.moe.num_experts else 1
+    etp = draw(st.sampled_from([1, 2, tp])) if model.moe.num_experts else tp
     vpp = 2 if pp == 2 and draw(st.booleans()) else 1
     try:
         return ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=8 // tp)
@@ -76,7 +77,7 @@ def test_every_element_is_held_as_often_as_its_tensor(name: str, data: Any) -> N
         times = set(np.unique(count).tolist())
         assert len(times) == 1, key
         ranks_of_it = parallel.etp if ".experts.experts." in key else parallel.tp
-        homes = 2 if key == EMBEDDING and model.tied_embeddings and parallel.pp > 1 else 1
+        homes = 2 if key == EMBEDDING and model.embedding.tied_embeddings and parallel.pp > 1 else 1
         assert times <= {homes, homes * ranks_of_it}, key
     assert sum(c.size for c in held.values()) == sum(t.numel for t in tensors)
 

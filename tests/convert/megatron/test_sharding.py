@@ -34,7 +34,7 @@ def dense(**changes: Any) -> ModelConfig:
         "head_dim": 8,
         "vocab_size": 512,
     }
-    return ModelConfig(**{**sizes, **changes})
+    return ModelConfig.from_fields(**{**sizes, **changes})
 
 
 def stacked(layers: int = 8) -> list[GlobalTensor]:

@@ -30,7 +30,7 @@ def _types(path: Path) -> dict[str, str]:
 
 
 def _config(**more: Any) -> ModelConfig:
-    return ModelConfig(
+    return ModelConfig.from_fields(
         **{
             "num_layers": 16,
             "hidden_size": 256,

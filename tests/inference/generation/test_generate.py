@@ -151,7 +151,7 @@ def test_a_prompt_beyond_the_positions_is_refused(model: Any) -> None:
 
 
 def test_a_prompt_of_another_tokenizer_is_refused(model: Any) -> None:
-    size = model[0].config.vocab_size
+    size = model[0].config.embedding.vocab_size
     prompt = GenerateRequest(number=3, prompt=(1, size), max_new_tokens=2)
     with raises(
         UsageError, match=f"prompt 3 holds token {size}, and the model has", hint="another model's"

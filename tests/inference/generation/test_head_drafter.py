@@ -113,7 +113,7 @@ def test_drafts_are_modelopts(
     """At every step, with caches, what ModelOpt's head drafts from the whole text so far."""
     theirs, checked = eagle(llama, forward.config, sizes), 0
     files = DraftHeadFiles.open(save_head(theirs, tmp_path / "eagle"), forward.config)
-    requests, draft = requests_of(forward.config.vocab_size), HeadDrafter.draft
+    requests, draft = requests_of(forward.config.embedding.vocab_size), HeadDrafter.draft
     plain, _ = run(forward, requests)
 
     def compare(self: HeadDrafter, rows: Sequence[DraftRow]) -> None:
@@ -138,7 +138,7 @@ def test_right_drafts_save_passes(
 ) -> None:
     """All, some or none of the drafts are right; the text is that of plain decoding."""
     files = DraftHeadFiles.open(head, forward.config, 4)
-    requests = requests_of(forward.config.vocab_size)
+    requests = requests_of(forward.config.embedding.vocab_size)
     plain, one = run(forward, requests)
     generator = torch.Generator().manual_seed(0)
 
@@ -160,7 +160,7 @@ def test_right_drafts_save_passes(
 
 def test_a_sampled_text_is_the_same_alone_and_in_a_batch(head: Path, forward: Forward) -> None:
     files = DraftHeadFiles.open(head, forward.config)
-    requests = requests_of(forward.config.vocab_size)
+    requests = requests_of(forward.config.embedding.vocab_size)
     how = {"sampling": Sampling(temperature=1.5, seed=5), "speculative": files}
     many, meter = run(forward, requests, **how)
     assert many == run(forward, requests, num_slots=1, **how)[0]
@@ -178,7 +178,7 @@ def test_megatrons_names_and_the_layers_that_engines_count(
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
     (tmp_path / "middle/config.json").write_text(json.dumps(config))
     one, two = (DraftHeadFiles.open(f, forward.config) for f in (head, tmp_path / "middle"))
-    requests = requests_of(forward.config.vocab_size)
+    requests = requests_of(forward.config.embedding.vocab_size)
     meters = [run(forward, requests, speculative=f)[1] for f in (one, two)]
     assert one.layers == two.layers == (1, 3, 4)
     assert meters[0].accepted == meters[1].accepted
@@ -218,7 +218,7 @@ def test_other_folders_and_damaged_heads_are_refused(
     with raises(FormatError, "shape", tensor="norm.weight"):
         open_changed("shape", {"norm.weight": torch.ones(3)})
     with raises(MappingError, "vocab_size"):
-        open_changed("vocabulary", {"t2d": None}, vocab_size=config.vocab_size + 1)
+        open_changed("vocabulary", {"t2d": None}, vocab_size=config.embedding.vocab_size + 1)
     with raises(MappingError, "no output layer", tensor="lm_head.weight"):
         open_changed("output", {"lm_head.weight": None})
     section = stored["eagle_config"]
@@ -288,7 +288,9 @@ def on_rank(rank: int, size: int, model: str, head: str, layout: dict[str, int])
     forward = Forward(load(open_source(Path(model)), groups=groups, dtype="float32"))
     files = DraftHeadFiles.open(Path(head), forward.config)
     try:
-        texts, meter = run(forward, requests_of(forward.config.vocab_size), speculative=files)
+        texts, meter = run(
+            forward, requests_of(forward.config.embedding.vocab_size), speculative=files
+        )
     except LayoutError as e:
         return e.message
     return texts, meter.accepted
@@ -300,7 +302,7 @@ def test_ranks_write_the_texts_of_one(
     llama: Path, head: Path, forward: Forward, layout: dict[str, int]
 ) -> None:
     files = DraftHeadFiles.open(head, forward.config)
-    texts, meter = run(forward, requests_of(forward.config.vocab_size), speculative=files)
+    texts, meter = run(forward, requests_of(forward.config.embedding.vocab_size), speculative=files)
     for out in run_world(on_rank, 2, str(llama), str(head), layout):
         if "pp" in layout:
             assert "pp=2" in out

@@ -141,7 +141,7 @@ def forward(folder: Path) -> Forward:
 
 def recurrent(name: str) -> Forward:
     """A model with recurrent mixers, whose next token the whole past decides."""
-    decoder = Decoder(ModelConfig(**SIZES | RECURRENT[name]), device="cpu")
+    decoder = Decoder(ModelConfig.from_fields(**SIZES | RECURRENT[name]), device="cpu")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -151,7 +151,7 @@ def recurrent(name: str) -> Forward:
 
 def agreeable() -> Forward:
     """A model whose drafts are often right: little but the last token decides."""
-    decoder = Decoder(ModelConfig(**SIZES), device="cpu")
+    decoder = Decoder(ModelConfig.from_fields(**SIZES), device="cpu")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -394,8 +394,12 @@ def test_ranks_write_the_texts_of_one(name, layout, sampling, tmp_path: Path) ->
 
 def test_models_that_cannot_draft_are_refused() -> None:
     for config, how, problem in (
-        (ModelConfig(**SIZES | {"num_mtp_layers": 0}), {}, "has no layers of multi-token"),
-        (ModelConfig(**SIZES), {"stream_layers": True}, "--stream-layers"),
+        (
+            ModelConfig.from_fields(**SIZES | {"num_mtp_layers": 0}),
+            {},
+            "has no layers of multi-token",
+        ),
+        (ModelConfig.from_fields(**SIZES), {"stream_layers": True}, "--stream-layers"),
     ):
         with pytest.raises(UsageError, match=problem) as caught:
             choose_drafting("mtp", None, config, **how)

@@ -53,7 +53,9 @@ def states(
 
 def config(**more: Any) -> ModelConfig:
     sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "head_dim": 8}
-    return ModelConfig(**sizes, num_heads=HEADS, num_kv_heads=HEADS, vocab_size=9, **more)
+    return ModelConfig.from_fields(
+        **sizes, num_heads=HEADS, num_kv_heads=HEADS, vocab_size=9, **more
+    )
 
 
 def mask_of(kind: str) -> Mask:

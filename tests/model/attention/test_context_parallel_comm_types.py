@@ -185,7 +185,7 @@ def measured(rank: int, size: int, layouts: list[dict[str, Any]]) -> list[tuple[
     for layout in layouts:
         cp = layout["cp"]
         groups = ProcessGroups.start(ParallelConfig(**layout | {"dp": size // cp}))
-        config = ModelConfig(
+        config = ModelConfig.from_fields(
             num_layers=1,
             hidden_size=32,
             ffn_hidden_size=32,
@@ -264,7 +264,7 @@ def test_what_cannot_be_is_refused(
     model: dict[str, Any], layout: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with raises((LayoutError, UsageError), *words):
-        Decoder(ModelConfig(**model), meta_groups(ParallelConfig(**layout), 0))
+        Decoder(ModelConfig.from_fields(**model), meta_groups(ParallelConfig(**layout), 0))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_every_head_by_itself(heads: tuple[int, int], cap: float, sinks: bool, m
         for h, size in ((n, d), (k, d), (k, 5))
     )
     offsets = torch.randn(n, generator=generator, requires_grad=True) if sinks else None
-    config = ModelConfig(**SIZES, window_size=4 if masked == "window" else 0)
+    config = ModelConfig.from_fields(**SIZES, window_size=4 if masked == "window" else 0)
     valid = torch.ones(b, s, dtype=torch.bool)
     valid[1, :4] = False
     batch = Batch(
@@ -98,7 +98,7 @@ def fill(decoder: Decoder) -> Decoder:
 
 def test_a_layer_by_hand() -> None:
     """Gates, norms of queries and keys, their lengths, temperatures and chunks, written out."""
-    config = ModelConfig(
+    config = ModelConfig.from_fields(
         **SIZES,
         attn_output_gate=True,
         qk_l2_norm=True,
@@ -115,7 +115,9 @@ def test_a_layer_by_hand() -> None:
     for layer in (0, 1):
         attention = decoder.decoder.layers[str(layer)].self_attention
         lin = attention.linear_qkv
-        normed = torch.nn.functional.rms_norm(x, (32,), lin.layer_norm_weight, config.norm_eps)
+        normed = torch.nn.functional.rms_norm(
+            x, (32,), lin.layer_norm_weight, config.norms.norm_eps
+        )
         rows = (normed @ lin.weight.T + lin.bias).view(11, 2, 10, d)
         query, gate, key, value = rows.split((4, 4, 1, 1), 2)
         query, gate = query.reshape(11, 8, d), gate.reshape(11, 8, d)
@@ -129,7 +131,7 @@ def test_a_layer_by_hand() -> None:
             def turned(t: Any, turn: Any = turn) -> Any:
                 pairs = torch.complex(t[..., : d // 2], t[..., d // 2 :]) * turn
                 t = torch.cat((pairs.real, pairs.imag), -1)
-                return t / (t.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+                return t / (t.square().mean(-1, keepdim=True) + config.norms.norm_eps).sqrt()
 
             query, key = turned(query), turned(key)
             seen = seen & (places[:, None] // 4 == places // 4)
@@ -197,7 +199,7 @@ def over_ranks(rank: int, size: int, names: Collection[str]) -> dict[tuple[str, 
     for (name, more), sequence_parallel in product(LAYOUTS.items(), (False, True)):
         if name not in names:
             continue
-        config = ModelConfig(**SIZES | more)
+        config = ModelConfig.from_fields(**SIZES | more)
         one = fill(Decoder(config, device="cpu"))
         made = Decoder(
             config,
@@ -250,7 +252,7 @@ def test_heads_over_ranks(size: int, names: Collection[str]) -> None:
 
 
 def test_heads_that_do_not_go_over_the_ranks() -> None:
-    config = ModelConfig(**SIZES | {"num_heads": 6, "num_kv_heads": 3})
+    config = ModelConfig.from_fields(**SIZES | {"num_heads": 6, "num_kv_heads": 3})
     first = replace(ProcessGroups.alone(), tp=Group(ranks=(0, 1), rank=0))
     with raises(LayoutError, "6 query", "3", "tp=2"):
         Decoder(config, first)

@@ -83,7 +83,7 @@ def test_rows_that_do_not_go_evenly_are_filled_up_to_be_read_and_a_cache_is_refu
 
 
 def test_rows_that_do_not_go_evenly_are_refused() -> None:
-    decoder = Decoder(ModelConfig(**ranks.DENSE), meta_groups(ParallelConfig(cp=2), 0))
+    decoder = Decoder(ModelConfig.from_fields(**ranks.DENSE), meta_groups(ParallelConfig(cp=2), 0))
     with pytest.raises(LayoutError, match="cp=2 cuts rows into 4 equal parts") as e:
         decoder.frame(Batch(tokens_BS=torch.ones(1, 14, dtype=torch.int64)))
     assert "12 or 16" in str(e.value)
@@ -92,7 +92,7 @@ def test_rows_that_do_not_go_evenly_are_refused() -> None:
 @pytest.mark.parametrize("kind", ranks.BATCHES)
 @pytest.mark.parametrize("name", ["grouped", "windows and sinks", "chunks"])
 def test_the_masks_of_all_ranks_are_the_rows_of_the_whole_one(name, kind) -> None:
-    config, (batch, _) = ModelConfig(**ranks.MODELS[name]), ranks.batch_of(kind)
+    config, (batch, _) = ModelConfig.from_fields(**ranks.MODELS[name]), ranks.batch_of(kind)
     span = KeySpan.fresh(batch)
     whole = Masks(config, span, documents_BS=batch.documents_BS)
     shape = (ranks.ROWS, 1, ranks.LENGTH, ranks.LENGTH)

@@ -81,7 +81,7 @@ def test_training_makes_no_square(
     monkeypatch.setattr(attention_tiles, "_LEAST_SIDE", 16)
     monkeypatch.setattr(indexer, "_SCORES", 1 << 13)
     settings = T5 if name == "T5" else MODELS[name]
-    config = ModelConfig(**settings | {"max_positions": LENGTH})
+    config = ModelConfig.from_fields(**settings | {"max_positions": LENGTH})
     (decoder,) = build_stages(config, ProcessGroups.alone(), device="cpu", vocab_multiple=64)
     for p in decoder.parameters():
         torch.nn.init.normal_(p, std=0.1)

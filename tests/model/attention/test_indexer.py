@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ SPARSE = config_of("sparse")
 
 
 def changed(**keys: Any) -> ModelConfig:
-    return replace(SPARSE, **keys)
+    return SPARSE.with_fields(**keys)
 
 
 def test_of_equal_scores_the_first_ones_are_chosen() -> None:
@@ -105,7 +104,7 @@ def test_layers_that_share_are_megatrons_steps(
     assert told == (steps is None)
     if steps is not None:
         assert (args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]) == steps
-        assert config_from_args(args).shared_index_layers == (flags if any(flags) else None)
+        assert config_from_args(args).indexer.shared_index_layers == (flags if any(flags) else None)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_notations_of_glm(keys: dict[str, Any], shared: tuple[int, ...] | None) 
     known, theirs = family("glm_moe_dsa"), moe_cases.case_config(case).to_dict()
     del theirs["indexer_types"]
     config = known.read_config(theirs | keys)
-    assert config.shared_index_layers == shared
+    assert config.indexer.shared_index_layers == shared
     assert known.read_config(known.write_config(config)) == config
 
 

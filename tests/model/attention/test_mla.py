@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def decoder(*, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
-    made = Decoder(ModelConfig(**SIZES | changes), device="cpu", dtype=dtype)
+    made = Decoder(ModelConfig.from_fields(**SIZES | changes), device="cpu", dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, p in made.named_parameters():
@@ -50,9 +50,9 @@ def tokens(rows: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 6}, {"kv_lora_rank": 3}])
 def test_names_and_shapes_are_megatrons(changes: dict[str, Any]) -> None:
-    config = ModelConfig(**SIZES | changes)
+    config = ModelConfig.from_fields(**SIZES | changes)
     made = LatentAttention(config, 0, ProcessGroups.alone())
-    c, q = config.kv_lora_rank, config.q_lora_rank
+    c, q = config.latent.kv_lora_rank, config.latent.q_lora_rank
     queries = {
         "linear_q_down_proj.weight": (q, 24),
         "linear_q_up_proj.layer_norm_weight": (q,),
@@ -69,7 +69,7 @@ def test_names_and_shapes_are_megatrons(changes: dict[str, Any]) -> None:
 
 def test_a_layer_is_the_papers_formulas() -> None:
     """One token after the other, one head after the other; rotated as complex numbers."""
-    config = ModelConfig(**SIZES | {"q_lora_rank": 6})
+    config = ModelConfig.from_fields(**SIZES | {"q_lora_rank": 6})
     model = decoder(q_lora_rank=6)
     layer = model.decoder.layers["0"].self_attention
     x_TH = torch.randn(5, 24, generator=torch.Generator().manual_seed(2))
@@ -79,7 +79,7 @@ def test_a_layer_is_the_papers_formulas() -> None:
         weights = dict(layer.named_parameters())
 
     def normed(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return v / (v.square().mean() + config.norm_eps).sqrt() * weight
+        return v / (v.square().mean() + config.norms.norm_eps).sqrt() * weight
 
     def turned(v: torch.Tensor, position: int) -> torch.Tensor:
         angles = position / 10000.0 ** (torch.arange(0, 4, 2) / 4)
@@ -173,19 +173,21 @@ def test_both_ways_of_decoding_agree_in_bf16() -> None:
 
 
 def test_yarn_warms_scores_up() -> None:
-    plain = ModelConfig(**SIZES)
+    plain = ModelConfig.from_fields(**SIZES)
     assert softmax_scale(plain) == pytest.approx(12**-0.5)
     yarn = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707}
-    warm = softmax_scale(ModelConfig(**SIZES, rope_scaling=yarn))
+    warm = softmax_scale(ModelConfig.from_fields(**SIZES, rope_scaling=yarn))
     assert warm == pytest.approx(12**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
-    assert softmax_scale(ModelConfig(**SIZES, rope_scaling=yarn, softmax_scale=0.5)) == 0.5
+    assert (
+        softmax_scale(ModelConfig.from_fields(**SIZES, rope_scaling=yarn, softmax_scale=0.5)) == 0.5
+    )
 
 
 @pytest.mark.peers
 def test_yarn_is_megatrons() -> None:
     rotary = pytest.importorskip("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
     yarn = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
-    scale = softmax_scale(ModelConfig(**SIZES, rope_scaling=yarn))
+    scale = softmax_scale(ModelConfig.from_fields(**SIZES, rope_scaling=yarn))
     assert scale == pytest.approx(rotary._yarn_get_mscale(40.0, 0.7) ** 2 / math.sqrt(12))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from megtool.spec.model_config import ModelConfig
 from tests.support.emulated.graph_rules import graphed
 from tests.support.errors import raises
 
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.from_fields(
     num_layers=3,
     hidden_size=32,
     ffn_hidden_size=48,
@@ -150,7 +149,7 @@ def test_padding_in_blocks_stands_at_no_place_beyond_its_row(kind: str) -> None:
         "original_max_position_embeddings": 8,
     }
     facts = {"rope_scaling": scaling} if kind == "longrope" else {"position_embedding": "learned"}
-    decoder = model(replace(CONFIG, max_positions=12, **facts))
+    decoder = model(CONFIG.with_fields(max_positions=12, **facts))
     tokens = text(2, 12)
     cache = PagedCache(decoder.config, num_blocks=8, block_size=4)
     cache.choose([(0, 12), (1, 5)])
@@ -178,7 +177,7 @@ def test_blocks_run_out() -> None:
 def test_states_go_back_within_a_revertible_pass_alone() -> None:
     sizes = {"mamba_num_heads": 2, "mamba_head_dim": 4, "mamba_num_groups": 1}
     kinds = {"layer_kinds": ("M-", "*-", "M-"), "mamba_state_dim": 4, "mamba_conv_kernel": 4}
-    decoder = model(replace(CONFIG, window_size=0, window_skip_freq=None, **sizes, **kinds))
+    decoder = model(CONFIG.with_fields(window_size=0, window_skip_freq=None, **sizes, **kinds))
     tokens = text(2, 6)
     expected = decoder(Batch(tokens_BS=tokens))
     cache = PagedCache(decoder.config, num_blocks=5, block_size=4, num_sequences=2)

@@ -29,10 +29,9 @@ from tests.support.worlds.gloo_world import run_world
 
 MODELS = {
     "plain": PLAIN,
-    "eager": replace(PLAIN, attn_softcap=20.0, attn_sinks=True, post_norms=True),
-    "parallel": replace(PLAIN, parallel_residual=True, residual_scale=0.5),
-    "latent": replace(
-        PLAIN,
+    "eager": PLAIN.with_fields(attn_softcap=20.0, attn_sinks=True, post_norms=True),
+    "parallel": PLAIN.with_fields(parallel_residual=True, residual_scale=0.5),
+    "latent": PLAIN.with_fields(
         num_kv_heads=4,
         kv_lora_rank=16,
         qk_nope_head_dim=8,

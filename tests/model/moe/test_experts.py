@@ -38,19 +38,19 @@ def looped(mlp: MoeMlp, x_TH: torch.Tensor) -> torch.Tensor:
     for t, x in enumerate(x_TH):
         total = torch.zeros_like(x)
         for e, p in zip(experts[t].tolist(), probs[t], strict=True):
-            inner = fc1.weight[e] @ (x * p if config.router_scales_input else x)
+            inner = fc1.weight[e] @ (x * p if config.router.router_scales_input else x)
             inner = inner if fc1.bias is None else inner + fc1.bias[e]
-            if config.gated:
-                limit, offset = config.activation_limit, config.glu_offset
-                inner = gated(inner, config.activation, limit=limit, offset=offset)
+            if config.mlp.gated:
+                limit, offset = config.mlp.activation_limit, config.mlp.glu_offset
+                inner = gated(inner, config.mlp.activation, limit=limit, offset=offset)
             else:
-                inner = activate(inner, config.activation)
+                inner = activate(inner, config.mlp.activation)
             out = fc2.weight[e] @ inner
             out = out if fc2.bias is None else out + fc2.bias[e]
-            total = total + (out if config.router_scales_input else out * p)
+            total = total + (out if config.router.router_scales_input else out * p)
         if mlp.shared_experts is not None:
             shared = mlp.shared_experts
-            inner = gated(shared.linear_fc1.weight @ x, config.activation)
+            inner = gated(shared.linear_fc1.weight @ x, config.mlp.activation)
             out = shared.linear_fc2.weight @ inner
             if shared.gate_weight is not None:
                 out = out * torch.sigmoid(shared.gate_weight @ x)
@@ -85,7 +85,9 @@ def test_no_token_is_dropped_however_uneven_the_choice(data: st.DataObject) -> N
     chosen = data.draw(st.integers(1, num))
     tokens = data.draw(st.integers(0, 12))
     scale = data.draw(st.sampled_from([0.0, 1.0, 50.0]))  # all alike, even, nearly all to one
-    mlp = mixture(ModelConfig(**SIZES | dict(num_experts=num, num_experts_per_token=chosen)))
+    mlp = mixture(
+        ModelConfig.from_fields(**SIZES | dict(num_experts=num, num_experts_per_token=chosen))
+    )
     x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens)) * scale
     with torch.no_grad():
         want = looped(mlp, x) if tokens else x

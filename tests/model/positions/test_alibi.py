@@ -46,12 +46,15 @@ def test_slopes_are_those_of_transformers(heads: int) -> None:
 
 
 def test_ranks_have_the_slopes_of_their_heads() -> None:
-    config = ModelConfig(**SIZES)
+    config = ModelConfig.from_fields(**SIZES)
     whole = slopes_of(config, ALONE, "cpu")
     parts = [slopes_of(config, Group(ranks=(0, 1, 2), rank=r), "cpu") for r in range(3)]
     assert whole is not None
     assert torch.cat([p for p in parts if p is not None]).equal(whole)
-    assert slopes_of(ModelConfig(**SIZES | {"position_embedding": "none"}), ALONE, "cpu") is None
+    assert (
+        slopes_of(ModelConfig.from_fields(**SIZES | {"position_embedding": "none"}), ALONE, "cpu")
+        is None
+    )
 
 
 def test_biases_grow_with_the_distance_between_places() -> None:
@@ -70,15 +73,15 @@ def test_biases_grow_with_the_distance_between_places() -> None:
 )
 def test_what_no_model_has_beside_slopes_is_refused(other: dict[str, Any]) -> None:
     with raises(MappingError, next(iter(other)), "alibi"):
-        ModelConfig(**SIZES | other)
+        ModelConfig.from_fields(**SIZES | other)
     with raises(MappingError, "alibi_bias_max", "positive"):
-        ModelConfig(**SIZES | {"alibi_bias_max": 0})
+        ModelConfig.from_fields(**SIZES | {"alibi_bias_max": 0})
 
 
 def test_args_of_megatron_hold_them_and_megatron_lacks_them() -> None:
-    config = ModelConfig(**SIZES | {"alibi_bias_max": 16.0})
+    config = ModelConfig.from_fields(**SIZES | {"alibi_bias_max": 16.0})
     said = config_from_args(args_from_config(config))
-    assert (said.position_embedding, said.alibi_bias_max) == ("alibi", 16.0)
+    assert (said.positions.position_embedding, said.positions.alibi_bias_max) == ("alibi", 16.0)
     assert any("ALiBi" in text for text in megatron_limits(config))
-    plain = args_from_config(ModelConfig(**SIZES | {"position_embedding": "rope"}))
+    plain = args_from_config(ModelConfig.from_fields(**SIZES | {"position_embedding": "rope"}))
     assert "alibi_bias_max" not in plain

@@ -59,7 +59,7 @@ def config(**more: Any) -> ModelConfig:
         vocab_size=9,
         max_positions=4096,
     )
-    return ModelConfig(**sizes | more)
+    return ModelConfig.from_fields(**sizes | more)
 
 
 @pytest.mark.parametrize("length", [100, 513, 4096, 9000])
@@ -91,7 +91,7 @@ def test_layers_turn_by_their_own_base_or_not_at_all() -> None:
         rotary_percent=0.5,
     )
     assert [has_rotation(made, i) for i in range(4)] == [True, False, True, True]
-    assert [made.has_window(i) for i in range(4)] == [True, True, False, True]
+    assert [made.window.has_window(i) for i in range(4)] == [True, True, False, True]
     rotary, positions = Rotary(made), torch.arange(5)[None]
     local, none, whole, same = (rotary.of(i, positions) for i in range(4))
     assert none is None

@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=6,
 )
-CONFIG = ModelConfig(**SIZES)
+CONFIG = ModelConfig.from_fields(**SIZES)
 
 
 def theirs() -> Any:

@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=8,
 )
-CONFIG = ModelConfig(**SIZES)
+CONFIG = ModelConfig.from_fields(**SIZES)
 STORED = {
     "dt_bias": "forget_gate.dt_bias",
     "f_a_proj.weight": "forget_gate.f_a_proj.weight",
@@ -164,7 +164,7 @@ def test_heads_that_do_not_go_evenly_are_refused(layout: Any) -> None:
 )
 def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], told: str) -> None:
     with raises(MappingError, told):
-        ModelConfig(**(SIZES | changes))
+        ModelConfig.from_fields(**(SIZES | changes))
 
 
 # ---- whole models: Kimi Linear

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def test_steps_have_limits(pair: Pair) -> None:
         if hasattr(layer.mixer, "time_step_limit"):
             layer.mixer.time_step_limit = limit
     decoder = Decoder(
-        dataclasses.replace(unlimited.config, mamba_step_limit=limit),
+        unlimited.config.with_fields(mamba_step_limit=limit),
         device="cpu",
         vocab_multiple=1,
     )
@@ -243,7 +242,7 @@ def test_ranks_have_the_numbers_of_one_process(sequence_parallel: bool) -> None:
 
 def beside(**more: Any) -> ModelConfig:
     facts: dict[str, Any] = {"layer_kinds": ("M*-",), "ffn_hidden_size": 48}
-    return dataclasses.replace(config(mamba_num_groups=2), **facts | more)
+    return config(mamba_num_groups=2).with_fields(**facts | more)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_hooks_and_adapters_of_mixers_beside_attention() -> None:
 
 def config(**more: int) -> ModelConfig:
     facts = {"mamba_num_heads": 12, "mamba_num_groups": 4} | more
-    return ModelConfig(
+    return ModelConfig.from_fields(
         num_layers=1,
         hidden_size=32,
         ffn_hidden_size=48,

@@ -26,7 +26,7 @@ from tests.support.errors import raises
 from tests.support.worlds import context_layouts
 from tests.support.worlds.gloo_world import run_world
 
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.from_fields(
     num_layers=3,
     hidden_size=32,
     ffn_hidden_size=48,
@@ -164,7 +164,7 @@ def test_sizes_of_states_and_who_has_some() -> None:
 
 # ---- as a mixer of their own
 
-GATED = ModelConfig(
+GATED = ModelConfig.from_fields(
     num_layers=2,
     hidden_size=16,
     ffn_hidden_size=24,

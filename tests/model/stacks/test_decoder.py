@@ -35,7 +35,7 @@ def test_parameters_are_megatrons(more: dict[str, Any]) -> None:
 
     The reader of checkpoints knows both.
     """
-    config = ModelConfig(**SIZES | more)
+    config = ModelConfig.from_fields(**SIZES | more)
     decoder = Decoder(config)
     assert {p.device.type for p in decoder.parameters()} == {"meta"}
     held = [
@@ -48,7 +48,10 @@ def test_parameters_are_megatrons(more: dict[str, Any]) -> None:
 
 
 def test_documents_are_read_as_if_alone() -> None:
-    decoder, tokens = make_decoder(ModelConfig(**SIZES, window_size=5)), random_batch(2, 12)
+    decoder, tokens = (
+        make_decoder(ModelConfig.from_fields(**SIZES, window_size=5)),
+        random_batch(2, 12),
+    )
     lengths = ((5, 7), (1, 11))
     documents = torch.tensor([[0] * a + [1] * b for a, b in lengths])
     positions = torch.tensor([[*range(a), *range(b)] for a, b in lengths])
@@ -62,7 +65,7 @@ def test_documents_are_read_as_if_alone() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side: str) -> None:
     decoder, tokens = (
-        make_decoder(ModelConfig(**SIZES, window_size=5, window_skip_freq=2)),
+        make_decoder(ModelConfig.from_fields(**SIZES, window_size=5, window_skip_freq=2)),
         random_batch(2, 9),
     )
     valid = torch.ones_like(tokens, dtype=torch.bool)
@@ -78,7 +81,7 @@ def test_padding_changes_nothing(side: str) -> None:
 
 @pytest.mark.parametrize("more", VARIANTS, ids=str)
 def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
-    config = ModelConfig(**SIZES | more)
+    config = ModelConfig.from_fields(**SIZES | more)
     whole, tokens = make_decoder(config), random_batch(2, 7)
     stages = [
         Stage(layers=(0,), head=False),
@@ -101,7 +104,7 @@ def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
 
 def test_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, tokens = (
-        make_decoder(ModelConfig(**SIZES, logit_softcap=3.0, logit_scale=0.5)),
+        make_decoder(ModelConfig.from_fields(**SIZES, logit_softcap=3.0, logit_scale=0.5)),
         random_batch(2, 9),
     )
     decoder.requires_grad_(True)
@@ -121,7 +124,7 @@ def test_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("more", VARIANTS, ids=str)
 def test_bfloat16(more: dict[str, Any]) -> None:
     """Half precision is as near to float32 as its eight bits allow."""
-    config = ModelConfig(**SIZES | more)
+    config = ModelConfig.from_fields(**SIZES | more)
     want = make_decoder(config)(Batch(tokens_BS=random_batch(2, 9)))
     got = make_decoder(config, dtype=torch.bfloat16)(Batch(tokens_BS=random_batch(2, 9)))
     assert got.dtype == torch.bfloat16
@@ -130,7 +133,7 @@ def test_bfloat16(more: dict[str, Any]) -> None:
 
 def test_layers_are_called_as_modules() -> None:
     """Loaders on demand put tensors in before a layer runs, and take them out after it."""
-    decoder = make_decoder(ModelConfig(**SIZES))
+    decoder = make_decoder(ModelConfig.from_fields(**SIZES))
     seen: list[str] = []
     for name, layer in decoder.decoder.layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: seen.append(f"in {name}"))
@@ -151,12 +154,12 @@ def test_tokens_beyond_the_vocabulary_are_refused(token: int, said: str) -> None
     tokens = random_batch(2, 5)
     tokens[1, 3] = token
     with pytest.raises(UsageError, match=said) as caught:
-        make_decoder(ModelConfig(**SIZES))(Batch(tokens_BS=tokens))
+        make_decoder(ModelConfig.from_fields(**SIZES))(Batch(tokens_BS=tokens))
     assert caught.value.hint == "ids go from 0 to 100: is the tokenizer another model's?"
 
 
 def test_positions_that_were_not_learned_are_refused() -> None:
-    config = ModelConfig(**SIZES, position_embedding="learned")
+    config = ModelConfig.from_fields(**SIZES, position_embedding="learned")
     decoder, tokens = make_decoder(config), random_batch(1, 33)
     with raises(UsageError, "32", "32 positions"):
         decoder(Batch(tokens_BS=tokens))
@@ -166,29 +169,35 @@ def test_positions_that_were_not_learned_are_refused() -> None:
     decoder(Batch(tokens_BS=tokens[:, :30]), cache)
     with pytest.raises(UsageError, match="at position 32"):
         decoder(Batch(tokens_BS=tokens[:, 30:]), cache)
-    assert make_decoder(ModelConfig(**SIZES))(Batch(tokens_BS=tokens)).shape == (1, 33, 101)
+    assert make_decoder(ModelConfig.from_fields(**SIZES))(Batch(tokens_BS=tokens)).shape == (
+        1,
+        33,
+        101,
+    )
 
 
 def test_what_no_single_stack_of_layers_has_is_refused() -> None:
     with pytest.raises(MappingError, match="position_embedding is 'relative'"):
-        Decoder(ModelConfig(**SIZES, position_embedding="relative"))
+        Decoder(ModelConfig.from_fields(**SIZES, position_embedding="relative"))
 
 
 def test_an_encoder_has_no_cache_and_no_context_parallelism() -> None:
-    config = ModelConfig(**SIZES, bidirectional=True)
+    config = ModelConfig.from_fields(**SIZES, bidirectional=True)
     decoder, tokens = make_decoder(config), random_batch(1, 8)
     with raises(UsageError, "generates no text", hint="megtool evaluate"):
         decoder(Batch(tokens_BS=tokens), ContiguousCache(config, num_rows=1, max_tokens=8))
     with raises(LayoutError, "cp is 2", hint="--tp and --pp"):
         check_direction(config, ParallelConfig(cp=2))
-    check_direction(ModelConfig(**SIZES), ParallelConfig(cp=2), has_cache=True)
+    check_direction(ModelConfig.from_fields(**SIZES), ParallelConfig(cp=2), has_cache=True)
 
 
 def test_tokens_of_an_encoder_see_those_behind_them() -> None:
     """All of them, or those within a window, but neither padding nor other texts."""
     tokens, places = random_batch(1, 12), torch.arange(12)
     for window in (0, 3):
-        decoder = make_decoder(ModelConfig(**SIZES, bidirectional=True, window_size=window))
+        decoder = make_decoder(
+            ModelConfig.from_fields(**SIZES, bidirectional=True, window_size=window)
+        )
         layers = decoder.config.num_layers
         with torch.no_grad():
             want = decoder(Batch(tokens_BS=tokens))
@@ -207,7 +216,9 @@ def test_tokens_of_an_encoder_see_those_behind_them() -> None:
 
 def test_sequence_parallelism_says_what_it_shares_out() -> None:
     groups = ProcessGroups(parallel=ParallelConfig(tp=2), tp=Group(ranks=(0, 1)))
-    decoder = Decoder(ModelConfig(**SIZES), groups, device="cpu", sequence_parallel=True)
+    decoder = Decoder(
+        ModelConfig.from_fields(**SIZES), groups, device="cpu", sequence_parallel=True
+    )
     with raises(
         LayoutError,
         "tp=2",

@@ -267,7 +267,9 @@ def reference(model: Any, folder: Path) -> None:
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
     model.save_pretrained(folder / "gradients")
     gradients = load(source_of(folder / "gradients"), dtype="float32")
-    check_gradients(gradients.state_dict(), ours, is_centered=gradients.config.zero_centered_norm)
+    check_gradients(
+        gradients.state_dict(), ours, is_centered=gradients.config.norms.zero_centered_norm
+    )
 
 
 def check_gradients(theirs: dict[str, Any], ours: Answer, *, is_centered: bool) -> None:
@@ -375,7 +377,7 @@ def test_models_within_others_or_like_others_at_a_layout(name: str, tmp_path: Pa
         logits = model(input_ids=tokens[:, :EVEN]).logits
     torch.save(logits, tmp_path / "answer")
     config = load(source_of(tmp_path / "hf"), dtype="float32").config
-    layouts = [TP2, PP2, *([EP2] if config.num_experts else [])]
+    layouts = [TP2, PP2, *([EP2] if config.moe.num_experts else [])]
     layouts += [CP2] if name in hybrid_families() else []
     jobs = []
     for number, layout in enumerate(layouts):

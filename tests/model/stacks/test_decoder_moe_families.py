@@ -53,7 +53,7 @@ def test_padding_on_the_left_changes_nothing(name: str, carry: Carry) -> None:
         alone = decoder(Batch(tokens_BS=tokens[:1, 7:]))
     assert differ(got[0, 7:], alone[0]) < 1e-5
     # transformers counts padding as positions there, or makes keys of it.
-    if decoder.config.attn_temperature_scale or decoder.config.is_compressed:
+    if decoder.config.attention.attn_temperature_scale or decoder.config.compression.is_compressed:
         valid[0] = False
     assert differ(got[valid], want[valid]) < TOLERANCE
 

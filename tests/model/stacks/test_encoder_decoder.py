@@ -147,8 +147,8 @@ def test_buckets_are_those_of_transformers() -> None:
             want = theirs(
                 distance,
                 bidirectional=both_ways,
-                num_buckets=config.relative_num_buckets,
-                max_distance=config.relative_max_distance,
+                num_buckets=config.positions.relative_num_buckets,
+                max_distance=config.positions.relative_max_distance,
             )
             assert torch.equal(ours.bucket(distance), want)
 
@@ -203,7 +203,7 @@ def test_what_two_stacks_cannot_be_is_refused(folders: dict[str, tuple[Path, Any
         EncoderDecoder(encoder_config(config))
     for field, value in (("relative_num_buckets", 2), ("relative_max_distance", 1)):
         with raises(MappingError, "relative positions have", hint="at least 4 buckets"):
-            EncoderDecoder(replace(config, **{field: value}))
+            EncoderDecoder(config.with_fields(**{field: value}))
     alone, pair = ProcessGroups.alone(), Group(ranks=(0, 1), rank=0)
     with raises(LayoutError, "cp is 2", hint="--tp and --pp split it"):
         build_stages(config, replace(alone, cp=pair))

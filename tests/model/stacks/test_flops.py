@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def counted(config: ModelConfig) -> float:
 
     def attention_flop(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         """Of attention on a CPU, without what values are filled up with there."""
-        size = config.v_head_dim if config.kv_lora_rank else value[-1]
+        size = config.attention.v_head_dim if config.latent.kv_lora_rank else value[-1]
         return int(sdpa_flop_count(query, key, (*value[:-1], size)))
 
     further: Any = {
@@ -53,11 +52,15 @@ def counted(config: ModelConfig) -> float:
     ids=["grouped", "tied", "plain MLP", "experts", "latent", "latent and experts"],
 )
 def test_products_are_those_that_torch_counts(more: dict[str, Any]) -> None:
-    config = ModelConfig(**SIZES | more)
+    config = ModelConfig.from_fields(**SIZES | more)
     flops = training_flops(config, LENGTH)
     assert flops is not None
     width = sum(MLA[n] for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    pair = 2 * config.num_heads * (width if more.get("kv_lora_rank") else 2 * config.head_dim)
+    pair = (
+        2
+        * config.attention.num_heads
+        * (width if more.get("kv_lora_rank") else 2 * config.attention.head_dim)
+    )
     masked = config.num_layers * pair * LENGTH * (LENGTH - 1) / 2  # which torch computes, too
     assert flops / 3 + masked == counted(config)
 
@@ -65,14 +68,14 @@ def test_products_are_those_that_torch_counts(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("window", "pairs"), [(0, 136), (4, 58), (16, 136), (1, 16)])
 def test_attention_counts_the_keys_of_each_token(window: int, pairs: int) -> None:
     """Of a row of 16: 1 + 2 + ... + 16 pairs, or 1 + 2 + 3 and then four each."""
-    config = ModelConfig(**SIZES)
-    without = training_flops(replace(config, num_heads=4, num_layers=4), LENGTH)
-    flops = training_flops(replace(config, window_size=window), LENGTH)
+    config = ModelConfig.from_fields(**SIZES)
+    without = training_flops(config.with_fields(num_heads=4, num_layers=4), LENGTH)
+    flops = training_flops(config.with_fields(window_size=window), LENGTH)
     assert flops is not None
     assert without is not None
-    each = 3 * config.num_layers * 2 * config.num_heads * 2 * config.head_dim
+    each = 3 * config.num_layers * 2 * config.attention.num_heads * 2 * config.attention.head_dim
     assert flops - without == (pairs - 136) * each
 
 
 def test_a_model_of_an_encoder_and_a_decoder_is_not_counted() -> None:
-    assert training_flops(ModelConfig(**SIZES, num_decoder_layers=2), LENGTH) is None
+    assert training_flops(ModelConfig.from_fields(**SIZES, num_decoder_layers=2), LENGTH) is None

@@ -29,7 +29,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.spec.model_config import ModelConfig
 from tests.support.worlds.gloo_world import run_world
 
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.from_fields(
     num_layers=2,
     hidden_size=32,
     ffn_hidden_size=48,
@@ -176,8 +176,7 @@ def test_tensor_parallel_ranks_compute_the_same(sp, dropout) -> None:
 
 
 def test_what_takes_no_adapter_is_refused() -> None:
-    experts = replace(
-        CONFIG,
+    experts = CONFIG.with_fields(
         num_experts=4,
         num_experts_per_token=2,
         moe_ffn_hidden_size=16,

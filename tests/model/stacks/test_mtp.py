@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_those_of_the_formula(family: str, tmp_path: Pa
 
 
 def test_documents_of_a_row_are_as_rows_of_their_own() -> None:
-    decoder = seeded(ModelConfig(**SIZES))
+    decoder = seeded(ModelConfig.from_fields(**SIZES))
     assert decoder.mtp is not None
     tokens = torch.arange(12)[None] * 3 % 37
     labels = tokens.roll(-1, 1)
@@ -125,7 +125,7 @@ def test_shifted() -> None:
 
 
 def test_a_model_that_is_not_trained_adds_nothing() -> None:
-    decoder = seeded(ModelConfig(**SIZES, tied_embeddings=True))
+    decoder = seeded(ModelConfig.from_fields(**SIZES, tied_embeddings=True))
     assert decoder.mtp is not None
     batch = Batch(tokens_BS=torch.arange(8)[None])
     for change in ("factor", "frozen"):
@@ -137,21 +137,25 @@ def test_a_model_that_is_not_trained_adds_nothing() -> None:
 
 
 def test_further_layers_are_numbered_on() -> None:
-    plain = with_mtp_layers(ModelConfig(**SIZES, window_size=4, window_skip_freq=(1, 0)))
-    assert (plain.num_layers, plain.num_mtp_layers) == (4, 0)
+    plain = with_mtp_layers(
+        ModelConfig.from_fields(**SIZES, window_size=4, window_skip_freq=(1, 0))
+    )
+    assert (plain.num_layers, plain.mtp.num_mtp_layers) == (4, 0)
     assert plain.layer_kinds == ("*-",) * 4
-    assert plain.window_skip_freq == (1, 0, 0, 0)
+    assert plain.window.window_skip_freq == (1, 0, 0, 0)
     sizes = SIZES | {"num_experts": 2, "num_experts_per_token": 1, "moe_ffn_hidden_size": 8}
-    moe = with_mtp_layers(ModelConfig(**sizes, moe_layer_freq=(0, 1), no_rope_layers=(1, 1)))
+    moe = with_mtp_layers(
+        ModelConfig.from_fields(**sizes, moe_layer_freq=(0, 1), no_rope_layers=(1, 1))
+    )
     assert moe.layer_kinds == ("*-", "*E", "*E", "*E")
-    assert moe.no_rope_layers == (1, 1, 0, 0)
-    hybrid = ModelConfig(**sizes, layer_kinds=("*", "E"), mtp_kind="*E")
+    assert moe.positions.no_rope_layers == (1, 1, 0, 0)
+    hybrid = ModelConfig.from_fields(**sizes, layer_kinds=("*", "E"), mtp_kind="*E")
     assert with_mtp_layers(hybrid).layer_kinds == ("*", "E", "*", "E", "*", "E")
     names = set(Decoder(hybrid).state_dict())
     assert "mtp.layers.1.mtp_model_layer.layers.0.self_attention.linear_qkv.weight" in names
     assert "mtp.layers.1.mtp_model_layer.layers.1.mlp.router.weight" in names
     assert decoder_runs(hybrid)
-    config = ModelConfig(**SIZES)
+    config = ModelConfig.from_fields(**SIZES)
     assert with_mtp_layers(with_mtp_layers(config)) is not None
     assert "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight" in Decoder(config).state_dict()
 
@@ -175,7 +179,7 @@ def test_layers_inside_are_numbered_in_a_hybrid(pattern: str) -> None:
     """They compute what the same layers do in a decoder, and all of them are trained."""
     sizes = SIZES | {"num_experts": 2, "num_experts_per_token": 1, "moe_ffn_hidden_size": 8}
     sizes |= _MIXERS | {"layer_kinds": ("*", "-")}
-    config = ModelConfig(**sizes, mtp_kind=pattern)
+    config = ModelConfig.from_fields(**sizes, mtp_kind=pattern)
     decoder = seeded(config)
     assert decoder.mtp is not None
     inner = [
@@ -185,7 +189,7 @@ def test_layers_inside_are_numbered_in_a_hybrid(pattern: str) -> None:
     ]
     assert sorted(set(inner)) == [str(k) for k in range(len(pattern))]
     alone = sizes | {"num_layers": len(pattern), "layer_kinds": tuple(pattern), "num_mtp_layers": 0}
-    like = seeded(ModelConfig(**alone))
+    like = seeded(ModelConfig.from_fields(**alone))
     for depth in range(2):
         layer = decoder.mtp.layer(depth)
         state = layer.mtp_model_layer.state_dict()
@@ -213,8 +217,8 @@ def decoder_runs(config: ModelConfig) -> bool:
 
 def test_what_cannot_be_together_is_refused() -> None:
     with pytest.raises(MappingError, match="learned positions and layers of multi-token"):
-        Decoder(ModelConfig(**SIZES, position_embedding="learned"))
-    config = ModelConfig(**SIZES)
+        Decoder(ModelConfig.from_fields(**SIZES, position_embedding="learned"))
+    config = ModelConfig.from_fields(**SIZES)
     for layout, problem in (
         ("Ettmm|L", "on another stage than the loss"),
         ("Et|tmL", "has 1 layers of multi-token prediction"),

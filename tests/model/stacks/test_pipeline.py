@@ -35,8 +35,8 @@ SMALL: dict[str, Any] = {
     "vocab_size": 100,
 }
 MODELS = {
-    "tied": ModelConfig(**SMALL, tied_embeddings=True, qk_norm=True),
-    "learned": ModelConfig(
+    "tied": ModelConfig.from_fields(**SMALL, tied_embeddings=True, qk_norm=True),
+    "learned": ModelConfig.from_fields(
         **SMALL,
         norm="layernorm",
         gated=False,
@@ -75,7 +75,7 @@ def pairs(
         for name, p in decoder.named_parameters():
             value = wanted[name].grad if gradients else wanted[name].data
             assert value is not None, name
-            if "linear_fc1" in name and decoder.config.gated and value.shape[0] > p.shape[0]:
+            if "linear_fc1" in name and decoder.config.mlp.gated and value.shape[0] > p.shape[0]:
                 halves = [half.chunk(tp.size)[tp.rank] for half in value.chunk(2)]
                 value = torch.cat(halves)  # each rank has a part of the gate, and of the other
             elif is_marked(p, "tensor_model_parallel"):

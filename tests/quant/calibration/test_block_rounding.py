@@ -99,7 +99,7 @@ def test_experts_and_padding(tmp_path: Path) -> None:
 
 def test_a_step_takes_rows_of_several_micro_batches(llama: Path, tmp_path: Path) -> None:
     path = recipe(tmp_path, method="learned_rounding", steps=10, batch_size=6)
-    apart = tokens(case(llama, path).source.config.vocab_size, rows=2, count=3)  # type: ignore[union-attr]
+    apart = tokens(case(llama, path).source.config.embedding.vocab_size, rows=2, count=3)  # type: ignore[union-attr]
     together = [Batch(tokens_BS=torch.cat([b.tokens_BS for b in apart]))]
     made = [
         case(llama, path, batches=batches).run().qparams.weights for batches in (apart, together)

@@ -24,6 +24,7 @@ from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration import resume_folder, settings
 from megtool.quant.calibration.calibrate import resolve_calibration
 from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
+from megtool.spec import layer_sets
 from megtool.storage.files import Files
 from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises
@@ -228,7 +229,7 @@ def test_layers_that_share_keys_are_resumed(
     """Gemma 4 E2B's, which also read an embedding of their own: files hold the residual alone."""
     folder = family_models.save("gemma4-small", tmp_path / "model")
     made = case(folder, recipe)
-    assert made.source.config.shared_kv_layers == {2, 3}
+    assert layer_sets.shared_kv_layers(made.source.config) == {2, 3}
     wanted = saved_bytes(made.run(), tmp_path / "whole")
     with monkeypatch.context() as patched:
         stop_behind(patched, unit)

@@ -59,7 +59,7 @@ def test_of_a_real_mixture() -> None:
     decoder = whole_model("shared and gated")
     some = points_of(decoder.config)
     (found,) = measure_coverage(some, record(decoder))
-    assert sum(found.tokens) == 74 * decoder.config.num_experts_per_token
+    assert sum(found.tokens) == 74 * decoder.config.moe.num_experts_per_token
     (every,) = measure_coverage(some, record(decoder, calibrate_all_experts=True))
     assert every.tokens == (74,) * 8
 

@@ -39,7 +39,7 @@ CASES = MODELS | {
 
 
 def points_and_decoder(name: str) -> tuple[tuple[ActivationSite, ...], Decoder]:
-    config = ModelConfig(**SIZES | CASES[name])
+    config = ModelConfig.from_fields(**SIZES | CASES[name])
     decoder = Decoder(config)
     tensors = [
         GlobalTensor(name=n, shape=tuple(t.shape), dtype=dtype("float32"))
@@ -107,7 +107,7 @@ def test_of_a_mixture() -> None:
 
 def test_norms_without_weights_take_no_scales() -> None:
     """Those of OLMo and nanochat: `int8_sq` has nothing to fold its scales into."""
-    config = ModelConfig(
+    config = ModelConfig.from_fields(
         **SIZES | {"num_experts": 0, "num_experts_per_token": 0, "norm_weight": False}
     )
     tensors = [

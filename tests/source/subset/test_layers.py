@@ -14,6 +14,7 @@ from megtool import reshard, verify
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.formats import open_checkpoint
 from megtool.options.layout import ParallelConfig
+from megtool.spec import layer_sets
 from tests.support import folders
 from tests.support.checkpoints.stored_arrays import stored_arrays
 from tests.support.checkpoints.trained import config, write
@@ -65,14 +66,16 @@ def test_layers_of_a_training_state(
     )
     found, wanted = (
         stored_arrays(tmp_path / "back"),
-        chosen(stored_arrays(source), [0, 1, 3], stacked=model.is_homogeneous),
+        chosen(stored_arrays(source), [0, 1, 3], stacked=layer_sets.is_homogeneous(model)),
     )
     assert found.keys() == wanted.keys()
     for key, array in wanted.items():
         np.testing.assert_array_equal(found[key], array, err_msg=key)
     args = open_checkpoint(tmp_path / "some").metadata["args"]
     assert args["num_layers"] == args["encoder_num_layers"] == 3
-    assert args["moe_layer_freq"] == ([0, 1, 1] if model.moe_layers - {2} == {1, 3} else 1)
+    assert args["moe_layer_freq"] == (
+        [0, 1, 1] if layer_sets.moe_layers(model) - {2} == {1, 3} else 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from megtool.formats import open_checkpoint
 from megtool.options.layout import ParallelConfig
 from megtool.source.computed import gathered as gathered_tensors
 from megtool.source.open import open_source
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 from megtool.transport.reading.reader import CheckpointReader
@@ -44,9 +45,9 @@ def save_scores(path: Path, model: ModelConfig, seed: int = 0) -> dict[str, Any]
         sizes=model_sizes(model),
         layers=draw(model.num_layers),
         hidden=draw(model.hidden_size),
-        ffn={n: draw(model.ffn_hidden_size) for n in model.dense_layers},
-        heads={n: draw(model.num_heads) for n in model.attn_layers},
-        experts={n: draw(model.num_experts) for n in model.moe_layers},
+        ffn={n: draw(model.mlp.ffn_hidden_size) for n in layer_sets.dense_layers(model)},
+        heads={n: draw(model.attention.num_heads) for n in layer_sets.attn_layers(model)},
+        experts={n: draw(model.moe.num_experts) for n in layer_sets.moe_layers(model)},
     )
     path.write_bytes(encode_scores(scores))
     loaded: dict[str, Any] = json.loads(path.read_text())
@@ -86,7 +87,7 @@ def expected(
 ) -> dict[str, Any]:
     """What is to become of tensors, by rules for each kind of name."""
     hidden = best(scores["hidden"], sizes.get("hidden_size", model.hidden_size))
-    d, out = model.head_dim, {}
+    d, out = model.attention.head_dim, {}
     for name, array in before.items():
         weight = name.rpartition(":")[2]
         found = re.match(r"layers\.(\d+)\.(.+)", weight)
@@ -95,11 +96,15 @@ def expected(
         columns: list[int] | None = None
         ffn = heads = groups = None
         if layer in scores["ffn"]:
-            ffn = best(scores["ffn"][layer], sizes.get("ffn_hidden_size", model.ffn_hidden_size))
+            ffn = best(
+                scores["ffn"][layer], sizes.get("ffn_hidden_size", model.mlp.ffn_hidden_size)
+            )
         if layer in scores["heads"]:
-            keep = sizes.get("num_query_groups", model.num_kv_heads)
-            each = sizes.get("num_attention_heads", model.num_heads) // keep
-            heads, groups = heads_of(scores["heads"][layer], model.num_kv_heads, keep, each)
+            keep = sizes.get("num_query_groups", model.attention.num_kv_heads)
+            each = sizes.get("num_attention_heads", model.attention.num_heads) // keep
+            heads, groups = heads_of(
+                scores["heads"][layer], model.attention.num_kv_heads, keep, each
+            )
         if last in ("embed.weight", "head.weight"):
             columns = hidden
         elif "norm" in last and "attn." not in last:
@@ -141,9 +146,9 @@ def test_a_training_state_is_cut_as_its_weights_are(
     write(tmp_path / "source", model, ParallelConfig(), materialize)
     scores = save_scores(tmp_path / "scores", model)
     sizes = {"hidden_size": 10, "num_attention_heads": 2}
-    if model.dense_layers:
+    if layer_sets.dense_layers(model):
         sizes["ffn_hidden_size"] = 12
-    if model.moe_layers:
+    if layer_sets.moe_layers(model):
         sizes["num_experts"] = 2
     report = reshard(
         tmp_path / "source",

@@ -26,7 +26,7 @@ def config(**changes: Any) -> ModelConfig:
         "head_dim": 4,
         "vocab_size": 100,
     }
-    return ModelConfig(**{**sizes, **changes})
+    return ModelConfig.from_fields(**{**sizes, **changes})
 
 
 def canonical_side(cfg: ModelConfig, states: tuple[str, ...] = ("",)) -> tuple[CanonicalView, Any]:
@@ -35,7 +35,7 @@ def canonical_side(cfg: ModelConfig, states: tuple[str, ...] = ("",)) -> tuple[C
     tensors = []
     for state in states:
         for pattern, entry in VOCABULARY.items():
-            if entry.flag and not getattr(cfg, entry.flag):
+            if entry.flag and not cfg.get(entry.flag):
                 continue
             for n in model.names(pattern):
                 name = f"{state}:{n}" if state else n

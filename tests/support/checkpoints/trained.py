@@ -20,6 +20,7 @@ from megtool.formats.torch_dist.layout import plan_torch_dist_layout
 from megtool.options.layout import ParallelConfig
 from megtool.pickles.reader import inert_global
 from megtool.pickles.writer import make_namespace
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.sharded import GlobalTensor
 
@@ -43,7 +44,7 @@ def config(**more: Any) -> ModelConfig:
         "vocab_size": 37,
         "max_positions": 32,
     }
-    return ModelConfig(**known | more)
+    return ModelConfig.from_fields(**known | more)
 
 
 def canonical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -78,7 +79,7 @@ def write(
     canonical = {
         n: GlobalTensor(name=n, shape=s, dtype=dtype("bfloat16")) for n, s in shapes.items()
     }
-    table = STACKED if model.is_homogeneous else IN_PARTS
+    table = STACKED if layer_sets.is_homogeneous(model) else IN_PARTS
     stored = Binding(table, CanonicalModel(model)).write(canonical, pad_to=8 * parallel.tp).tensors
     if needs_hybrid(model):
         stored = [replace(t, name=to_hybrid(model)(t.name)) for t in stored]
@@ -87,7 +88,7 @@ def write(
     for t in stored:
         main = rng.standard_normal(t.shape, np.float32)
         if t.name.endswith(("word_embeddings.weight", "output_layer.weight")):
-            main[..., model.vocab_size :, :] = 0
+            main[..., model.embedding.vocab_size :, :] = 0
         main = (main.view("<u4") & 0xFFFFFFF0).view("<f4")
         kinds = {"": "bfloat16"} | dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "float32")
         if t.name.endswith("expert_bias"):

@@ -30,6 +30,7 @@ from megtool.kernels.graphs.cuda_graphs import CudaGraphs  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.stacks.decoder import Decoder  # noqa: E402
 from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
+from megtool.spec import layer_sets  # noqa: E402
 from megtool.spec.model_config import ModelConfig  # noqa: E402
 from tests.support.models import dense_decoders as dense  # noqa: E402
 from tests.support.models import moe_models  # noqa: E402
@@ -82,7 +83,7 @@ def train(here: Decoder, there: Decoder, tokens: Tensor, tolerance: float) -> No
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None and q.grad is not None:
             close(p.grad, q.grad, 10 * tolerance)
-    if not there.config.moe_layers:
+    if not layer_sets.moe_layers(there.config):
         replay(there, on_gpu, labels.cuda())
 
 

@@ -7,7 +7,7 @@ import torch
 from megtool.model.batch import Batch
 from megtool.spec.model_config import ModelConfig
 
-PLAIN = ModelConfig(
+PLAIN = ModelConfig.from_fields(
     num_layers=4,
     hidden_size=32,
     ffn_hidden_size=48,

@@ -48,7 +48,7 @@ def config_of(model: Any) -> ModelConfig:
     """The configuration of a Nemotron-H model, without a converter."""
     c = model.config
     symbols = {"linear_attention": "M", "mlp": "-", "full_attention": "*"}
-    return ModelConfig(
+    return ModelConfig.from_fields(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
         ffn_hidden_size=c.intermediate_size,
@@ -92,7 +92,7 @@ def ours(model: Any) -> Decoder:
             weights[layer + "mlp.linear_fc2.weight"] = state[mixer + "down_proj.weight"]
         else:
             query, key, value = (
-                state[f"{mixer}{n}_proj.weight"].unflatten(0, (config.num_kv_heads, -1))
+                state[f"{mixer}{n}_proj.weight"].unflatten(0, (config.attention.num_kv_heads, -1))
                 for n in "qkv"
             )
             attention = layer + "self_attention.linear_"

@@ -23,9 +23,9 @@ SIZES: dict[str, Any] = {
     "max_positions": 32,
     "tied_embeddings": False,
 }
-STUDENT = ModelConfig(**SIZES)
-TEACHER = ModelConfig(**SIZES | {"num_layers": 2, "num_heads": 2, "head_dim": 16})
-DEEP = ModelConfig(**SIZES | {"num_layers": 4})
+STUDENT = ModelConfig.from_fields(**SIZES)
+TEACHER = ModelConfig.from_fields(**SIZES | {"num_layers": 2, "num_heads": 2, "head_dim": 16})
+DEEP = ModelConfig.from_fields(**SIZES | {"num_layers": 4})
 TOKENS = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(0))
 LABELS = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
 

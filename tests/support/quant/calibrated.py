@@ -66,7 +66,7 @@ def case(
         decided=decided,
         source=opened,
         points=list_activation_sites(decided.modules.modules, config),
-        batches=tokens(config.vocab_size, width=width) if batches is None else batches,
+        batches=tokens(config.embedding.vocab_size, width=width) if batches is None else batches,
     )
 
 

@@ -15,6 +15,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quant.statistics.site_statistics import ActivationStatistics
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from tests.support.worlds.moe_layouts import config_of, rank_part, whole_model
 
@@ -23,29 +24,29 @@ SAMPLES, LENGTH = 4, 10
 
 def widths(config: ModelConfig, layer: int) -> dict[str, int]:
     """Points of a layer by the rest of their names, and how wide they are."""
-    h, d = config.hidden_size, config.head_dim
-    if config.kv_lora_rank:
+    h, d = config.hidden_size, config.attention.head_dim
+    if config.latent.kv_lora_rank:
         out = {
             "attn.down": h,
-            "attn.q_up": config.q_lora_rank,
-            "attn.kv_up": config.kv_lora_rank,
-            "attn.kv": config.kv_lora_rank + config.qk_rope_head_dim,
-            "attn.o": config.num_heads * config.v_head_dim,
+            "attn.q_up": config.latent.q_lora_rank,
+            "attn.kv_up": config.latent.kv_lora_rank,
+            "attn.kv": config.latent.kv_lora_rank + config.latent.qk_rope_head_dim,
+            "attn.o": config.attention.num_heads * config.attention.v_head_dim,
         }
     else:
         out = {
             "attn.qkv": h,
-            "attn.kv": 2 * config.num_kv_heads * d,
-            "attn.o": config.num_heads * d,
+            "attn.kv": 2 * config.attention.num_kv_heads * d,
+            "attn.o": config.attention.num_heads * d,
         }
-    if layer not in config.moe_layers:
-        return out | {"mlp.fc1": h, "mlp.down": config.ffn_hidden_size}
+    if layer not in layer_sets.moe_layers(config):
+        return out | {"mlp.fc1": h, "mlp.down": config.mlp.ffn_hidden_size}
     out["mlp.router"] = h
-    if config.shared_ffn_hidden_size:
-        out |= {"mlp.shared.fc1": h, "mlp.shared.down": config.shared_ffn_hidden_size}
-    for e in range(config.num_experts):
+    if config.moe.shared_ffn_hidden_size:
+        out |= {"mlp.shared.fc1": h, "mlp.shared.down": config.moe.shared_ffn_hidden_size}
+    for e in range(config.moe.num_experts):
         out[f"mlp.experts.{e}.fc1"] = h
-        out[f"mlp.experts.{e}.down"] = config.moe_ffn_hidden_size
+        out[f"mlp.experts.{e}.down"] = config.moe.moe_ffn_hidden_size
     return out
 
 

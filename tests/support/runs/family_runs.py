@@ -42,7 +42,9 @@ def family_steps(folder: Path, strategy: Any, steps: int = 3) -> list[float]:
     out: list[float] = []
     for _ in range(steps):
         tokens, labels, texts = (
-            torch.randint(0, source.config.vocab_size, (ROWS, LENGTH), generator=generator)
+            torch.randint(
+                0, source.config.embedding.vocab_size, (ROWS, LENGTH), generator=generator
+            )
             for _ in range(3)
         )
         batch = Batch(

@@ -102,7 +102,7 @@ BATCHES = ("plain", "documents", "padded left", "padded right")
 
 def whole(name: str) -> Decoder:
     """All of a model in one process, with the same random weights everywhere."""
-    decoder = Decoder(ModelConfig(**MODELS[name]), device="cpu", vocab_multiple=64)
+    decoder = Decoder(ModelConfig.from_fields(**MODELS[name]), device="cpu", vocab_multiple=64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, p in decoder.named_parameters():

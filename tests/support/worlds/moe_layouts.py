@@ -83,7 +83,7 @@ MODELS["sparse"] = MODELS["latent"] | dict(
 
 
 def config_of(name: str) -> ModelConfig:
-    return ModelConfig(**SIZES | MODELS[name])
+    return ModelConfig.from_fields(**SIZES | MODELS[name])
 
 
 def whole_model(name: str) -> Decoder:
@@ -100,7 +100,7 @@ def whole_model(name: str) -> Decoder:
 
 def rank_part(key: str, tensor: Tensor, config: ModelConfig, groups: ProcessGroups) -> Tensor:
     """What this rank holds of a parameter, by the rules that checkpoints are cut by."""
-    is_glu = config.gated and "linear_fc1" in key and "layer_norm" not in key
+    is_glu = config.mlp.gated and "linear_fc1" in key and "layer_norm" not in key
     rule = rule_of(key, is_glu, config)
     group = groups.etp if rule.is_expert else groups.tp
     if rule.is_expert:
@@ -132,8 +132,8 @@ def compare(name: str, parallel: ParallelConfig, *, sequence_parallel: bool, odd
     )
     generator = torch.Generator().manual_seed(1)
     shape = (dp.size, 8 - odd)
-    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
-    labels = torch.randint(0, config.vocab_size, shape, generator=generator)
+    tokens = torch.randint(0, config.embedding.vocab_size, shape, generator=generator)
+    labels = torch.randint(0, config.embedding.vocab_size, shape, generator=generator)
     mine = slice(dp.rank, dp.rank + 1)
     found: dict[str, float] = {}
     want_loss, _ = one.loss(Batch(tokens_BS=tokens), labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from tests.support.worlds.moe_layouts import DENSE, rank_part
 ROWS, TOKENS = 8, 6
 VOCAB: int = DENSE["vocab_size"]
 MODELS: dict[str, ModelConfig] = {
-    "tied": ModelConfig(**DENSE, tied_embeddings=True, qk_norm=True),
-    "biases": ModelConfig(**DENSE, qkv_bias=True, attn_out_bias=True, mlp_bias=True),
-    "experts": ModelConfig(
+    "tied": ModelConfig.from_fields(**DENSE, tied_embeddings=True, qk_norm=True),
+    "biases": ModelConfig.from_fields(**DENSE, qkv_bias=True, attn_out_bias=True, mlp_bias=True),
+    "experts": ModelConfig.from_fields(
         **DENSE,
         num_experts=8,
         num_experts_per_token=2,
@@ -34,7 +34,7 @@ MODELS: dict[str, ModelConfig] = {
         moe_layer_freq=(0, 1),
     ),
 }
-MODELS["deep"] = replace(MODELS["tied"], num_layers=4)
+MODELS["deep"] = MODELS["tied"].with_fields(num_layers=4)
 LR, DECAY = 1e-3, 0.1
 PLAIN = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.0)
 CLIPPED = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.5, log_num_zeros_in_grad=True)

@@ -148,9 +148,9 @@ def test_tensor_parallel_ranks_find_the_same(sp) -> None:
 
 def test_what_cannot_be_taught_is_refused() -> None:
     with pytest.raises(MappingError, match="vocabulary has 150"):
-        check_vocabularies(STUDENT, replace(TEACHER, vocab_size=150))
+        check_vocabularies(STUDENT, TEACHER.with_fields(vocab_size=150))
     one = build(STUDENT, ProcessGroups.alone(), 1)
-    three = replace(TEACHER, num_layers=3)
+    three = TEACHER.with_fields(num_layers=3)
     with raises(LayoutError, "pp=2", "3 layers"):
         plan_teacher_layout(ParallelConfig(pp=2), STUDENT, three)
     with pytest.raises(UsageError, match="temperature 0"):
@@ -158,11 +158,11 @@ def test_what_cannot_be_taught_is_refused() -> None:
 
 
 def test_a_teacher_that_ranks_do_not_divide_is_named() -> None:
-    odd = replace(TEACHER, num_heads=3, num_kv_heads=3, head_dim=8)
+    odd = TEACHER.with_fields(num_heads=3, num_kv_heads=3, head_dim=8)
     with raises(LayoutError, "tp=2", "num_heads=3", hint="1, 3"):
         plan_teacher_layout(ParallelConfig(tp=2), STUDENT, odd)
     experts = {"num_experts": 6, "num_experts_per_token": 2, "moe_ffn_hidden_size": 16}
-    mixed = replace(TEACHER, **experts)
+    mixed = TEACHER.with_fields(**experts)
     with raises(LayoutError, "ep=4", "num_experts=6"):
         plan_teacher_layout(ParallelConfig(ep=4, tp=1), mixed, mixed)
     # One without experts stands on all ranks of the student's.

@@ -39,7 +39,7 @@ def make_feature(
     (stage,), _ = load(model)
     config = make_eagle_config(recipe, stage.config, torch.float32, file="recipe")
     assert stage.embedding is not None
-    rows = slice(stage.config.vocab_size)
+    rows = slice(stage.config.embedding.vocab_size)
     head = EagleHead(
         stage.config,
         config,

@@ -24,7 +24,7 @@ from tests.support.models.taught_decoders import DEEP, LABELS, STUDENT, TEACHER,
 from tests.support.worlds.gloo_world import run_world
 
 PAIRS = "0:1,1:3"
-SHALLOW = replace(STUDENT, num_layers=2)
+SHALLOW = STUDENT.with_fields(num_layers=2)
 
 
 def passes(
@@ -130,7 +130,7 @@ def test_layers_are_paired_by_depth() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with raises(MappingError, "48", "32", hint="--distill-hidden-weight"):
-        choose_pairs(STUDENT, replace(TEACHER, hidden_size=48), None)
+        choose_pairs(STUDENT, TEACHER.with_fields(hidden_size=48), None)
     with raises(MappingError, "layer 4", "teacher has 4", hint="0 to 3"):
         choose_pairs(SHALLOW, DEEP, "0:4")
     with raises(UsageError, "'1-2'", hint="3:7"):

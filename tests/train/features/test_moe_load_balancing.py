@@ -64,7 +64,7 @@ def frame(counted: Tensor | None) -> ForwardContext:
 
 
 def ours(kind: Any, score: str, logits_BSE: Tensor, counted: Tensor | None) -> Found:
-    config = ModelConfig(**SIZES, router_score=score, router_pre_softmax=True)
+    config = ModelConfig.from_fields(**SIZES, router_score=score, router_pre_softmax=True)
     settings = LossOptions(
         moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02
     )
@@ -273,7 +273,7 @@ def test_what_is_computed_again_counts_once(mixtral, again) -> None:
 
 
 def test_a_bias_of_a_model_follows_its_load() -> None:
-    config = ModelConfig(**SIZES, router_score="sigmoid", router_expert_bias=True)
+    config = ModelConfig.from_fields(**SIZES, router_score="sigmoid", router_expert_bias=True)
     torch.manual_seed(0)
     decoder = Decoder(config, device="cpu")
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_a_bias_of_a_model_follows_its_load() -> None:
 
 
 def test_the_checkpoints_own_weights_only_if_asked() -> None:
-    config = ModelConfig(**SIZES, extra={"router_aux_loss_coef": 0.001})
+    config = ModelConfig.from_fields(**SIZES, extra={"router_aux_loss_coef": 0.001})
     assert choose_router_losses(LossOptions(), config, {}) is None
     asked = LossOptions(moe_losses_from_checkpoint=True)
     found = choose_router_losses(asked, config, {})
@@ -343,6 +343,8 @@ def test_the_checkpoints_own_weights_only_if_asked() -> None:
             build_options(TrainConfig, {"moe_router_bias_update_rate": 0.1}),
             ModelFacts.from_config(config),
         )
-    dense = ModelConfig(**{k: v for k, v in SIZES.items() if "exp" not in k and "moe" not in k})
+    dense = ModelConfig.from_fields(
+        **{k: v for k, v in SIZES.items() if "exp" not in k and "moe" not in k}
+    )
     with pytest.raises(UsageError, match="without experts"):
         choose_router_losses(LossOptions(moe_z_loss_coeff=0.1), dense, {})

@@ -50,7 +50,9 @@ def stages(
     """A model without memory."""
     groups = ProcessGroups.alone("meta")
     groups = replace(groups, tp=Group(ranks=tuple(range(tp)), rank=0))
-    return build_stages(ModelConfig(**SIZES) if config is None else config, groups, dtype=dtype)
+    return build_stages(
+        ModelConfig.from_fields(**SIZES) if config is None else config, groups, dtype=dtype
+    )
 
 
 def by_owner(choices: list[TeChoice]) -> dict[str, TeChoice]:
@@ -92,7 +94,7 @@ def test_a_dense_model_has_norms_and_products_in_one() -> None:
     ],
 )
 def test_what_a_module_cannot_do_is_ours(more: dict[str, Any], qkv: str, mlp: str) -> None:
-    found = by_owner(choose_te_modules(stages(ModelConfig(**(SIZES | more)))))
+    found = by_owner(choose_te_modules(stages(ModelConfig.from_fields(**(SIZES | more)))))
     assert (found[QKV].module is None) == bool(qkv)
     assert qkv in found[QKV].reason
     assert found[MLP].module is None
@@ -111,20 +113,20 @@ def test_what_a_module_cannot_do_is_ours(more: dict[str, Any], qkv: str, mlp: st
     ],
 )
 def test_attention_that_is_left_to_our_own_kernels(more: dict[str, Any], reason: str) -> None:
-    found = by_owner(choose_te_modules(stages(ModelConfig(**(SIZES | more)))))
+    found = by_owner(choose_te_modules(stages(ModelConfig.from_fields(**(SIZES | more)))))
     core = found["decoder.layers.0.self_attention.core_attention"]
     assert core.module is None
     assert reason in core.reason
 
 
 def test_sinks_of_whole_rows_are_its_own() -> None:
-    found = by_owner(choose_te_modules(stages(ModelConfig(**SIZES, attn_sinks=True))))
+    found = by_owner(choose_te_modules(stages(ModelConfig.from_fields(**SIZES, attn_sinks=True))))
     core = found["decoder.layers.0.self_attention.core_attention"]
     assert core.module == "DotProductAttention"
 
 
 def test_experts_are_grouped_linears_whose_norm_is_their_own() -> None:
-    found = by_owner(choose_te_modules(stages(ModelConfig(**SIZES, **EXPERTS))))
+    found = by_owner(choose_te_modules(stages(ModelConfig.from_fields(**SIZES, **EXPERTS))))
     names = [f"decoder.layers.1.mlp.experts.experts.linear_fc{i}" for i in (1, 2)]
     assert [found[name].module for name in names] == ["GroupedLinear"] * 2
     assert "decoder.layers.1.mlp" not in found
@@ -133,7 +135,7 @@ def test_experts_are_grouped_linears_whose_norm_is_their_own() -> None:
 
 
 def test_fp8_takes_linears_and_leaves_other_layers_alone() -> None:
-    config = ModelConfig(**SIZES, **EXPERTS)
+    config = ModelConfig.from_fields(**SIZES, **EXPERTS)
     settings = uniform_precisions(Fp8Config(num_layers_at_start_in_bf16=1, fp8_recipe="delayed"), 2)
     found = by_owner(choose_te_modules(stages(config), settings.of, has_fp8=True))
     one = "decoder.layers.1"
@@ -142,7 +144,7 @@ def test_fp8_takes_linears_and_leaves_other_layers_alone() -> None:
     assert found[f"{one}.mlp.experts.experts.linear_fc1"].module == "GroupedLinear"
     assert found[QKV].module is None
     assert "between layers in FP8" in found[QKV].reason
-    odd = ModelConfig(**(SIZES | EXPERTS | {"moe_ffn_hidden_size": 40}))
+    odd = ModelConfig.from_fields(**(SIZES | EXPERTS | {"moe_ffn_hidden_size": 40}))
     found = by_owner(choose_te_modules(stages(odd), settings.of, has_fp8=True))
     assert "multiple of 16" in found[f"{one}.mlp.experts.experts.linear_fc2"].reason
 

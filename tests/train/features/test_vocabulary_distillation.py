@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,8 @@ def test_a_step_has_the_loss_of_the_formulas(
     own, taught = both
     torch.set_num_threads(1)
     monkeypatch.setitem(vocabulary_distillation.CHUNK, "cpu", 3000)  # a few spans at a time
-    student = build(replace(STUDENT, vocab_size=310), ProcessGroups.alone(), 1).train()
-    teacher = build(replace(TEACHER, vocab_size=430, max_positions=64), ProcessGroups.alone(), 2)
+    student = build(STUDENT.with_fields(vocab_size=310), ProcessGroups.alone(), 1).train()
+    teacher = build(TEACHER.with_fields(vocab_size=430, max_positions=64), ProcessGroups.alone(), 2)
     batch, labels_BS = rows(own)
     pair = VocabularyPair(own=own, taught=taught, loss=loss)
     total = distill(student, teacher, pair, (batch, labels_BS))
@@ -221,8 +220,8 @@ def test_the_losses_are_those_of_trl(both: tuple[TokenBytes, TokenBytes], tmp_pa
     pytest.importorskip("accelerate")
     folder = install_release("trl==1.16.0", tmp_path / "trl")
     own, taught = both
-    student = build(replace(STUDENT, vocab_size=310, max_positions=64), ProcessGroups.alone(), 1)
-    teacher = build(replace(TEACHER, vocab_size=430, max_positions=64), ProcessGroups.alone(), 2)
+    student = build(STUDENT.with_fields(vocab_size=310, max_positions=64), ProcessGroups.alone(), 1)
+    teacher = build(TEACHER.with_fields(vocab_size=430, max_positions=64), ProcessGroups.alone(), 2)
     prompt, completion = "It was a dark", " and stormy night; der Deich überrascht 日本 den Boxer."
     facts: dict[str, Any] = {"t": T}
     tokens = own.tokenizer.encode(prompt, add_special=False)
