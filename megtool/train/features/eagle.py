@@ -98,7 +98,7 @@ class EagleFeature(FrozenModelFeature):
             RecipeError: the recipe is wrong, or of another model.
             MissingPackageError: ModelOpt is not installed.
         """
-        if settings.eagle.eagle is None:
+        if settings.eagle is None:
             return
         config = source.config
         kinds = (
@@ -121,28 +121,28 @@ class EagleFeature(FrozenModelFeature):
     @classmethod
     def add_parameters(cls, settings: TrainConfig, stages: Sequence[Decoder]) -> None:
         """Freeze the model, and add the head."""
-        if settings.eagle.eagle is not None:
+        if settings.eagle is not None:
             stage = stages[-1].requires_grad_(False)
             stage.add_module(DRAFT_HEAD, _make_head(settings, stage, {}).module)
 
     @classmethod
     def freezes_model(cls, settings: TrainConfig) -> bool:
         """The head alone is trained."""
-        return settings.eagle.eagle is not None
+        return settings.eagle is not None
 
     @classmethod
     def identity(cls, settings: TrainConfig) -> Mapping[str, Any]:
         """The recipe."""
-        if settings.eagle.eagle is None:
+        if settings.eagle is None:
             return {"eagle": None}
-        return {"eagle": read_eagle_recipe(settings.eagle.eagle, location(settings.eagle.eagle))}
+        return {"eagle": read_eagle_recipe(settings.eagle, location(settings.eagle))}
 
     @classmethod
     def prepare(
         cls, settings: TrainConfig, stages: Sequence[Decoder], inputs: FeatureInputs
     ) -> Self | None:
         """Add the head, and freeze the model."""
-        if settings.eagle.eagle is None:
+        if settings.eagle is None:
             return None
         model = None if inputs.source is None else inputs.source.model
         tokens = {} if model is None or model.hf_config is None else model.hf_config
@@ -252,14 +252,14 @@ def _read_config(
     settings: TrainConfig, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[dict[str, Any], str | None]:
     """ModelOpt's configuration of the head, and the file of its tokens."""
-    text = settings.eagle.eagle or ""
+    text = settings.eagle or ""
     recipe = read_eagle_recipe(text, location(text))
     return make_eagle_config(recipe, config, dtype, file=text), recipe.get("draft_vocab_cache")
 
 
 def _make_head(settings: TrainConfig, stage: Decoder, tokens: Mapping[str, Any]) -> EagleHead:
     """The head of a stage that is a whole model."""
-    config, text = stage.config, settings.eagle.eagle or ""
+    config, text = stage.config, settings.eagle or ""
     eagle_config, draft_vocabulary = _read_config(settings, config, stage.dtype)
     embedding = cast("Embedding", stage.embedding)  # there are no pipeline stages
     rows = slice(config.embedding.vocab_size)

@@ -22,7 +22,7 @@ from megtool.options.groups import (
 from megtool.options.layout import ParallelConfig
 from megtool.train.options.data import RowBuildingOptions
 from megtool.train.options.data_parallel import DataParallelOptions
-from megtool.train.options.eagle import EagleOptions
+from megtool.train.options.eagle import TRAINS_HEAD
 from megtool.train.options.layout import TrainLayoutOptions
 from megtool.train.options.lora import LoraOptions
 from megtool.train.options.model_facts import HAS_TOKENS, IS_DECODER
@@ -330,7 +330,13 @@ class TrainConfig(TokenizerOptions):
     overlap: OverlapOptions = group(OverlapOptions)
     losses: LossOptions = group(LossOptions)
     lora: LoraOptions = group(LoraOptions)
-    eagle: EagleOptions = group(EagleOptions)
+    eagle: str | None = option(
+        "Speculative decoding",
+        "Train an EAGLE-3 draft head through ModelOpt instead of the model's weights: ModelOpt's "
+        "recipe of it, or default.",
+        metavar="RECIPE",
+        needs=TRAINS_HEAD,
+    )
     profile: ProfileOptions = group(ProfileOptions)
     rows: RowBuildingOptions = group(RowBuildingOptions)
     source: SourceOptions = group(SourceOptions)
@@ -350,7 +356,7 @@ class TrainConfig(TokenizerOptions):
     @property
     def is_packed(self) -> bool:
         """Whether a row holds several texts."""
-        return self.eagle.eagle is None if self.packing is None else self.packing
+        return self.eagle is None if self.packing is None else self.packing
 
     @property
     def keeps_quantizers(self) -> bool:
@@ -392,7 +398,7 @@ def _check_batch(s: TrainConfig) -> None:
 def _check_head(s: TrainConfig) -> None:
     """Check that ranks of a run with a draft head have whole models and rows."""
     sizes = {axis: getattr(s.layout, axis) for axis in ("tp", "pp", "cp")}
-    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size > 1 and s.eagle.eagle]:
+    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if size > 1 and s.eagle]:
         raise LayoutError(
             f"--eagle at {', '.join(wrong)}: each process has whole states and logits",
             hint="--tp 1 --pp 1 --cp 1; --dp splits the rows",
