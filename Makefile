@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(JOBS) --maxprocesse
 .NOTPARALLEL:
 # Every process of the tests would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-all test-rotation lint docs bench clean
+.PHONY: help demo test test-all test-rotation mutate lint docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r target what; do \
@@ -35,6 +35,9 @@ test-all: .venv/dev ## run every test; MARKS='slow or peers' narrows them down
 
 test-rotation: .venv/dev ## run the fast tests, then others by turns; MINUTES=30 bounds them
 	$(PYTEST) -p tests.support.rotation --minutes $(MINUTES)
+
+mutate: .venv/dev ## plant single faults and see which tests notice; MUTATE='--seed 1' draws others
+	$(BIN)/python -m tests.support.mutation $(MUTATE)
 
 lint: .venv/dev ## check style, types and spelling
 	$(BIN)/ruff check .

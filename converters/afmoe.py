@@ -55,7 +55,9 @@ FAMILY = Family(
         Key("num_experts", "num_experts", 64),
         Key("num_experts_per_tok", "num_experts_per_token", 6),
         Key("moe_intermediate_size", "moe_ffn_hidden_size", 1408),
-        Multiple("num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=2
+        ),
         MoeLayers(first="num_dense_layers", num_dense=1),
         Key("route_scale", "router_scaling", 1.0),
         Only("route_norm", True),

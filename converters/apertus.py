@@ -39,7 +39,17 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
         OneOf("hidden_act", "activation", ("xielu",)),
-        Rope(12000000.0),
+        Rope(
+            12000000.0,
+            scaling={
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
     ),
     hf=(
         *HF_MODEL,

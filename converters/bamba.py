@@ -38,7 +38,7 @@ FAMILY = Family(
         Key("hidden_size", "hidden_size"),
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
-        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads"), absent=8),
         Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
         Key("vocab_size", "vocab_size"),
         Key("max_position_embeddings", "max_positions", 262144),

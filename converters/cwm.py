@@ -32,7 +32,17 @@ FAMILY = Family(
         Only("attention_bias", False),
         Key("mlp_bias", "mlp_bias", False),
         OneOf("hidden_act", "activation", ("silu",)),
-        Rope(1000000.0),
+        Rope(
+            1000000.0,
+            scaling={
+                "rope_type": "llama3",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
         Window(default=8192, every=4, full_first=True),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),

@@ -69,11 +69,13 @@ FAMILY = Family(
         Key("n_routed_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token"),
         Key("moe_intermediate_size", "moe_ffn_hidden_size"),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=3),
         Only("moe_layer_freq", 1),
-        Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("n_group", "router_num_groups", absent=8),
+        Nullable("topk_group", "router_topk_groups", absent=4),
         Key("routed_scaling_factor", "router_scaling", 2.5),
         Only("norm_topk_prob", True),
         Only("scoring_func", "sigmoid"),

@@ -58,7 +58,9 @@ FAMILY = Family(
         Only("mlp_bias", False),
         Key("n_routed_experts", "num_experts", 256),
         Key("num_experts_per_tok", "num_experts_per_token", 6),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         HashLayers(),
         Key("routed_scaling_factor", "router_scaling", 1.5),
         Only("norm_topk_prob", True),

@@ -55,7 +55,7 @@ FAMILY = Family(
         Nullable("n_group", "router_num_groups"),
         Nullable("topk_group", "router_topk_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        Only("norm_topk_prob", True, absent=False),
         Only("hidden_act", "silu"),
         Rope(10000.0),
         Window(first_key="max_window_layers"),

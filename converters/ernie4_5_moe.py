@@ -46,7 +46,9 @@ FAMILY = Family(
         EitherKey(("moe_num_experts", "num_experts"), "num_experts"),
         EitherKey(("moe_k", "num_experts_per_tok"), "num_experts_per_token"),
         Key("moe_intermediate_size", "moe_ffn_hidden_size"),
-        Multiple("moe_num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "moe_num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=2
+        ),
         MoeSpan("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
         Only("hidden_act", "silu"),
         Rope(500000.0),

@@ -57,7 +57,9 @@ FAMILY = Family(
         Key("num_experts", "num_experts", 64),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
         Key("moe_intermediate_size", "moe_ffn_hidden_size", 1024),
-        Multiple("num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=1),
         Nullable("n_group", "router_num_groups"),
         Nullable("topk_group", "router_topk_groups"),

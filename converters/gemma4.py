@@ -91,7 +91,12 @@ FAMILY = Family(
         Assumed("router_norm", "num_experts > 0"),
         Implied("enable_moe_block", "num_experts > 0", verbatim=False),
         Refused("use_bidirectional_attention", "all", "it is an encoder"),
-        Rope(1000000.0, by_kind=True, old=False),
+        Rope(
+            1000000.0,
+            by_kind=True,
+            old=False,
+            scaling={"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        ),
         Assumed("embedding_scale", "hidden_size ** 0.5"),
         Noted("final_logit_softcapping", "logit_softcap", 0.0, "x + 0.0"),
     ),

@@ -48,7 +48,7 @@ FAMILY = Family(
         Key("hidden_size", "hidden_size"),
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
-        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads"), absent=8),
         Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
         Key("vocab_size", "vocab_size"),
         Key("max_position_embeddings", "max_positions", 131072),
@@ -59,8 +59,10 @@ FAMILY = Family(
         Key("n_routed_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
         Key("moe_intermediate_size", "moe_ffn_hidden_size"),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
-        MoeLayers(first="first_k_dense_replace"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
+        MoeLayers(first="first_k_dense_replace", num_dense=1),
         Nullable("n_group", "router_num_groups"),
         Nullable("topk_group", "router_topk_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),

@@ -50,7 +50,7 @@ FAMILY = Family(
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
         Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
-        Nullable("q_lora_rank", "q_lora_rank"),
+        Nullable("q_lora_rank", "q_lora_rank", absent=768),
         Key("kv_lora_rank", "kv_lora_rank", 512),
         Key("qk_nope_head_dim", "qk_nope_head_dim", 192),
         Key("qk_rope_head_dim", "qk_rope_head_dim", 64),
@@ -64,7 +64,9 @@ FAMILY = Family(
         Key("n_routed_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token", 4),
         Key("moe_intermediate_size", "moe_ffn_hidden_size"),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         MoeLayers(types="mlp_layer_types", first="first_k_dense_replace", num_dense=1),
         Nullable("n_group", "router_num_groups"),
         Nullable("topk_group", "router_topk_groups"),

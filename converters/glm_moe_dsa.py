@@ -72,7 +72,9 @@ FAMILY = Family(
         Key("n_routed_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token"),
         Key("moe_intermediate_size", "moe_ffn_hidden_size"),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=3),
         Only("moe_layer_freq", 1),
         Nullable("n_group", "router_num_groups"),

@@ -42,7 +42,7 @@ FAMILY = Family(
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
         OneOf("activation_function", "activation", ("gelu_new", "gelu", "gelu_pytorch_tanh")),
-        Rope(10000.0, percent_key="partial_rotary_factor", size_key="rotary_dim"),
+        Rope(10000.0, percent_key="partial_rotary_factor", size_key="rotary_dim", size=64),
     ),
     hf=(
         Row("transformer.wte.weight", "embed.weight"),

@@ -70,7 +70,7 @@ FAMILY = Family(
         ),
         # What all tokens pass through is the MLP of a layer without experts.
         KindKey("num_experts_per_tok", "num_experts_per_token", "E", 2),
-        KindKey("intermediate_size", "moe_ffn_hidden_size", "E"),
+        KindKey("intermediate_size", "moe_ffn_hidden_size", "E", 11008),
         KindKey("shared_intermediate_size", "shared_ffn_hidden_size", "E", 1024),
         KindKey("shared_intermediate_size", "ffn_hidden_size", "-", 1024),
         Assumed("ffn_hidden_size", "ffn_hidden_size or moe_ffn_hidden_size"),

@@ -38,7 +38,7 @@ FAMILY = Family(
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
         Key("num_key_value_heads", "num_kv_heads", 8),
-        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads"), absent=128),
         Key("vocab_size", "vocab_size"),
         Key("max_position_embeddings", "max_positions", 131072),
         Key("rms_norm_eps", "norm_eps", 1e-5),
@@ -49,7 +49,9 @@ FAMILY = Family(
         Key("num_experts", "num_experts", 192),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
         Key("moe_intermediate_size", "moe_ffn_hidden_size", 1536),
-        Multiple("num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=1),
         Key("router_scaling_factor", "router_scaling", 2.826),
         Only("hidden_act", "silu"),

@@ -49,7 +49,7 @@ FAMILY = Family(
         Key("intermediate_size", "shared_ffn_hidden_size"),
         Key("intermediate_size_mlp", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
-        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads"), absent=8),
         Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
         Key("vocab_size", "vocab_size"),
         Key("max_position_embeddings", "max_positions", 131072),

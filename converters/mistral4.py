@@ -49,7 +49,7 @@ FAMILY = Family(
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
         Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
-        Nullable("q_lora_rank", "q_lora_rank"),
+        Nullable("q_lora_rank", "q_lora_rank", absent=1024),
         Key("kv_lora_rank", "kv_lora_rank", 256),
         Key("qk_nope_head_dim", "qk_nope_head_dim", 64),
         Key("qk_rope_head_dim", "qk_rope_head_dim", 64),
@@ -63,7 +63,9 @@ FAMILY = Family(
         Key("n_routed_experts", "num_experts", 128),
         Key("num_experts_per_tok", "num_experts_per_token", 4),
         Key("moe_intermediate_size", "moe_ffn_hidden_size", 2048),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         MoeLayers(first="first_k_dense_replace"),
         # Of a softmax over groups, Megatron would rank logits.
         Only("n_group", 1),
@@ -72,7 +74,22 @@ FAMILY = Family(
         Only("norm_topk_prob", True),
         Only("hidden_act", "silu"),
         Refused("rope_interleave", False, "Megatron's latent attention rotates pairs"),
-        Rope(10000.0, old=False),
+        Rope(
+            10000.0,
+            old=False,
+            scaling={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "max_position_embeddings": Default("max_positions"),
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
         RopeTemperature(),
     ),
     hf=(

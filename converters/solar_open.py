@@ -44,7 +44,9 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", False),
         Key("n_routed_experts", "num_experts", 128),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
-        Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
+        Multiple(
+            "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
+        ),
         Nullable("n_group", "router_num_groups"),
         Nullable("topk_group", "router_topk_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),

@@ -27,7 +27,7 @@ FAMILY = Family(
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
         Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
-        Nullable("q_lora_rank", "q_lora_rank"),
+        Nullable("q_lora_rank", "q_lora_rank", absent=1536),
         Key("kv_lora_rank", "kv_lora_rank", 512),
         Key("qk_nope_head_dim", "qk_nope_head_dim", 128),
         Key("qk_rope_head_dim", "qk_rope_head_dim", 64),

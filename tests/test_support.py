@@ -18,7 +18,7 @@ OF_THE_CHECKOUT = {
     "test_readme",
     "test_rotation",
 }
-OF_THE_CHECKOUT |= {"test_api", "test_docs", "test_support", "test_tree"}
+OF_THE_CHECKOUT |= {"test_api", "test_docs", "test_mutation", "test_support", "test_tree"}
 """Tests of the checkout itself."""
 
 FILES = sorted(p for p in TESTS.rglob("*.py"))

@@ -510,6 +510,7 @@ def test_multipliers_are_read_and_written() -> None:
 def test_limits_of_mamba_steps(name: str) -> None:
     """Infinity as Python's json and as transformers 5 write it."""
     tiny = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 64, "intermediate_size": 8}
+    tiny |= {"num_key_value_heads": 4}
     tiny |= {"num_attention_heads": 4, "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_ssm": 128}
     tiny |= {"attn_layer_indices": [], "layer_types": ["mamba"], "layers_block_type": ["mamba"]}
     infinities: list[Any] = [float("inf"), {"__float__": "Infinity"}]

@@ -153,16 +153,16 @@ def test_config_round_trip_is_understood_by_transformers(changes: dict[str, Any]
 def test_older_config_keys_and_defaults() -> None:
     old = {**TINY, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     old.pop("num_key_value_heads")
-    config = LLAMA.read_config({**old, "head_dim": None, "model_type": "mistral", "x": 1})
+    config = LLAMA.read_config({**old, "head_dim": None, "model_type": "yi", "x": 1})
     assert (
         config.attention.num_kv_heads,
         config.attention.head_dim,
         config.positions.rope_base,
     ) == (6, 8, 5e5)
     assert config.positions.rope_scaling == {"rope_type": "linear", "factor": 2.0}
-    assert config.extra == {"model_type": "mistral", "x": 1}
+    assert config.extra == {"model_type": "yi", "x": 1}
     written = LLAMA.write_config(config, dtype="bfloat16")
-    assert (written["model_type"], written["x"]) == ("mistral", 1)
+    assert (written["model_type"], written["x"]) == ("yi", 1)
     assert written["torch_dtype"] == "bfloat16"
 
 

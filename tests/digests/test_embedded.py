@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,11 @@ def test_a_name_that_looks_like_digests_is_refused_before_anything_is_written(
     with pytest.raises(FormatError, match="looks like the digests"):
         reshard(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors"]
+
+
+def test_a_verified_file_is_closed(single: Path) -> None:
+    verify(single)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        verify(single)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -17,9 +17,11 @@ from megtool.errors import CoverageError, FormatError, UsageError
 from megtool.export.hf.read_quantized import read_quantized_modules
 from megtool.export.quantized_module import QuantizedModule
 from megtool.export.repack import WeightSlice, plan_repack
+from megtool.export.repack_region import encode_scales
 from megtool.export.small_tensors import reciprocal
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import PackedPart, PartSpan
 from megtool.quant.recipes.formats import FORMATS
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
@@ -343,3 +345,12 @@ def test_a_killed_run_is_resumed_with_the_same_bytes(
     found = tensors_in(to_compressed(folder, tmp_path / "c"))
     assert {n: bits(t) for n, t in want.items()} == {n: bits(t) for n, t in found.items()}
     assert KINDS["int32"] == found["a.weight_packed"].dtype
+
+
+def test_scales_that_a_dtype_does_not_hold_are_refused() -> None:
+    part = PackedPart(role=SCALE, dtype="bfloat16", shape=(2,), spans=(PartSpan(0),))
+    tensor = GlobalTensor(name="w.weight_scale", shape=(2,), dtype=dtype("bfloat16"))
+    held = encode_scales(np.array([0.5, 1.25], np.float32), part, tensor)
+    assert held.shape == (2,)
+    with raises(FormatError, "does not hold its scale exactly", tensor="w.weight_scale"):
+        encode_scales(np.array([0.5, 1.0 / 3.0], np.float32), part, tensor)

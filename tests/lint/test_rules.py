@@ -530,3 +530,17 @@ def test_what_is_no_folder_is_told_as_by_other_commands(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with raises(FormatError, "this is a file", hint="exported Hugging Face folders"):
         lint(tmp_path / "file")
+
+
+@pytest.mark.parametrize("algo", ["FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W8A16", "W4A16_AWQ"])
+def test_what_an_engine_loads_in_another_form_is_a_hint(
+    made: Path, tmp_path: Path, algo: str
+) -> None:
+    """Each is unsupported by some engine in ModelOpt's form, and loaded from compressed-tensors."""
+    shutil.copytree(made / "fp8", tmp_path / "other")
+    spelled(tmp_path / "other", algo)
+    report = lint(tmp_path / "other", target=ALL)
+    told = {e: [f for f in report.of(e) if f.id == "algorithm"] for e in report.targets}
+    print({e: [(f.message, f.hint) for f in fs] for e, fs in told.items()})
+    hints = [f.hint for fs in told.values() for f in fs]
+    assert any(f"loads {algo} from what megtool export --to compressed" in h for h in hints)

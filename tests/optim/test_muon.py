@@ -90,3 +90,29 @@ def on_a_layout(rank: int, size: int, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("sizes", [{"tp": 2, "etp": 2}, {"dp": 2, "ep": 2}, {"dp": 2}], ids=str)
 def test_layouts_turn_the_same_matrices(sizes: dict[str, int]) -> None:
     run_world(on_a_layout, 2, sizes)
+
+
+def turn_whole_gradients(rank: int, size: int, sizes: dict[str, int]) -> None:
+    groups, config = start(**sizes), MODELS["experts"]
+    generator = torch.Generator().manual_seed(4)
+    alone = stages_of("experts", ProcessGroups.alone())
+    gradients = {name: torch.randn(p.shape, generator=generator) for name, p in named(alone)}
+    parts = stages_of("experts", groups)
+    for stages, held in ((alone, ProcessGroups.alone()), (parts, groups)):
+        optimizer = ReplicatedOptimizer(named(stages), replace(MUON, clip_grad=0.0), held)
+        optimizer.zero_grad()
+        optimizer.begin(1)
+        for name, p in named(stages):
+            p.grad = rank_part(name, gradients[name], config, held).clone()
+        optimizer.finish(torch.tensor(1.0))
+        assert optimizer.step(1e-2, 0.1).ok
+    want = dict(named(alone))
+    for name, p in named(parts):
+        torch.testing.assert_close(
+            p, rank_part(name, want[name], config, groups), rtol=0, atol=0, msg=name
+        )
+
+
+def test_ranks_turn_a_matrix_as_one_does_to_the_last_bit() -> None:
+    """Of the same gradients: the router, which each tp rank has whole, is turned once."""
+    run_world(turn_whole_gradients, 2, {"tp": 2, "etp": 2})

@@ -12,6 +12,7 @@ from torch import nn
 from megtool.errors import MappingError, UsageError
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.optim.scaler import DynamicGradScaler
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, sum_loss, train_step
@@ -197,3 +198,9 @@ def test_an_optimizer_that_is_gone_leaves_gradients_to_the_next() -> None:
     del optimizer
     sum_loss(model, *next(batches(1))).backward()
     assert model.fc1.weight.grad is not None
+
+
+def test_one_parameter_in_fp16_is_enough_for_a_loss_scale() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2).half(), nn.Linear(2, 2)])
+    assert isinstance(plain(model).scaler, DynamicGradScaler)
+    assert not isinstance(plain(model[1]).scaler, DynamicGradScaler)

@@ -18,6 +18,7 @@ from megtool.errors import FormatError, UsageError
 from megtool.options.config_file import build_options, read_options
 from megtool.options.effects import check_effects, requires
 from megtool.options.field import (
+    REQUIRED,
     OptionCondition,
     Options,
     all_fields,
@@ -27,6 +28,8 @@ from megtool.options.field import (
     option_fields,
     replace_options,
 )
+from megtool.train.options.config import TrainConfig
+from tests.support.errors import raises
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,30 @@ def test_a_file_gives_options_and_flags_override_it(tmp_path: Path) -> None:
     assert (flight.height, flight.speed, flight.mode) == (4, 2e-5, "fast")
     assert flight.paths == (Path("a"), Path("b"))
     assert not flight.is_long
+
+
+def test_an_option_that_is_given_leaves_out_its_rivals_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("train-iters: 9\nbf16: true\nlr: 0.5\n")
+    config = build_options(TrainConfig, {"epochs": 2, "fp32": True}, file)
+    assert (config.epochs, config.train_iters) == (2, None)
+    assert (config.fp32, config.bf16, config.lr) == (True, None, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing(Options):
+    """Land."""
+
+    place: Path = option("Air", "Place to land.", REQUIRED)
+
+
+def test_a_required_option_that_nobody_gives_is_missed(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("place: here\n")
+    assert build_options(Landing, {}, file).place == Path("here")
+    with raises(UsageError, "--place is missing") as caught:
+        build_options(Landing, {"place": None})
+    assert caught.value.hint == "Place to land."
 
 
 @pytest.mark.parametrize(

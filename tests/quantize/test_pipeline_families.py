@@ -482,6 +482,14 @@ DAMAGED: list[tuple[str, Change]] = [
 ]
 
 
+SAID_OF = {
+    "not-excluded": "layers.0.attn.q: is not quantized, and",
+    "excluded": "layers.0.mlp.experts.0.gate: is quantized, and",
+    "config": "config.json: has quant_method 'modelopt', and",
+}
+"""Module and message of a finding about config.json."""
+
+
 def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
     source, out = sources["gpt_oss"], tmp_path / "out"
     decided = resolve_recipe(source, "mxfp4_experts")
@@ -511,7 +519,7 @@ def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> 
     }.items():
         (out / "config.json").write_text(json.dumps(config | {"quantization_config": new}))
         told = proved(decided, out, settlement)
-        assert any(t.startswith(f"{check}: ") for t in told), (check, told)
+        assert any(t.startswith(f"{check}: {SAID_OF[check]}") for t in told), (check, told)
     (out / "config.json").write_text(json.dumps(config))
     (out / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MXFP4"}}')
     assert any(

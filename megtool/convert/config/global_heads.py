@@ -88,7 +88,8 @@ class GlobalHeads(Setting):
             isinstance(table, Mapping) for table in listed.values()
         ):
             raise MappingError(f"{_BY_LAYER} is {str(listed)[:80]}", hint="tables by layer")
-        tables = {str(n): table for n, table in listed.items()}
+        # transformers pads numbers with zeros to one length.
+        tables = {str(n).lstrip("0") or "0": table for n, table in listed.items()}
         if unknown := [n for n in tables if n not in map(str, range(len(full)))]:
             raise MappingError(
                 f"{_BY_LAYER} has a layer {unknown[0]!r}", hint=f"there are {len(full)} layers"

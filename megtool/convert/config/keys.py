@@ -44,16 +44,18 @@ class Key(Setting):
     """A stored key that is a field, under another name.
 
     `default` is used where the key is absent or null: a value, or `Default("expression")` over the
-    fields read before it.
+    fields read before it. `absent` is the value where the key is not there, if that is another one,
+    or a table of such values by `model_type`.
     """
 
     key: str
     field: str
     default: Any = REQUIRED
+    absent: Any = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The key's value, or its default."""
-        value = stored.get(self.key)
+        value = stored.get(self.key, _for_type(self.absent, stored))
         if value is None:
             if self.default == REQUIRED:
                 raise MappingError(f"the configuration lacks {self.key!r}")
@@ -104,15 +106,17 @@ class Default:
 class Only(Setting):
     """A stored key for which the family knows one value, or an absence (or null) that means it.
 
-    The value may be a `Default("expression")` over the fields read before it.
+    The value may be a `Default("expression")` over the fields read before it. `absent` is another
+    value that the absence means, which is refused.
     """
 
     key: str
     value: Any
+    absent: Any = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Refuse any other value."""
-        value = stored.get(self.key)
+        value = stored.get(self.key, self.absent)
         if value is None:
             return ()  # null stays null
         want = self.value
@@ -217,10 +221,11 @@ class Rope(Setting):
     """Rotary embedding: `rope_theta` and `rope_scaling`, or newer `rope_parameters` with both.
 
     `base` is the default of `key`; `percent_key` is the older name of the part of a head that
-    turns, `size_key` that of its number of elements; `local_key` is the name of the base for layers
-    with a window, in families that have them. The older form is written, which old and new readers
-    understand; for the base of layers with a window without a `local_key` (`by_kind`), both, or
-    the newer alone where the family has no `old` one.
+    turns, `size_key` that of its number of elements (`size` where neither is there); `local_key` is
+    the name of the base for layers with a window, in families that have them. The older form is
+    written, which old and new readers understand; for the base of layers with a window without a
+    `local_key` (`by_kind`), both, or the newer alone where the family has no `old` one. `scaling`
+    is that of a configuration which says none, in the newer form.
     """
 
     base: float = 10000.0
@@ -232,6 +237,8 @@ class Rope(Setting):
     size_key: str | None = None
     by_kind: bool = False
     old: bool = True
+    size: int = 0
+    scaling: Mapping[str, Any] | None = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Base, part and scaling of either form; a scaling of type `default` is none."""
@@ -254,15 +261,22 @@ class Rope(Setting):
                     hint="in this family heads of all layers turn in the same part",
                     error_id="unsupported-model",
                 )
-        scaling = dict(new if new is not None else stored.get("rope_scaling") or {})
+        older = stored.get("rope_scaling")
+        if new is None and not older and self.scaling is not None:
+            new = {
+                name: evaluate(x.expression, into) if isinstance(x, Default) else x
+                for name, x in self.scaling.items()
+            }
+        scaling = dict(new if new is not None else older or {})
         base = scaling.pop("rope_theta", None) or stored.get(self.key) or self.base
         percent = None
         if scaling.get("rope_type") != "proportional":  # whose heads turn as wholes, in part by 0
             percent = scaling.pop("partial_rotary_factor", None)
         if self.percent_key:
             percent = stored.get(self.percent_key) if percent is None else percent
-            if percent is None and self.size_key and stored.get(self.size_key):
-                percent = stored[self.size_key] / into["head_dim"]
+            size = stored.get(self.size_key, self.size) if self.size_key else 0
+            if percent is None and size:
+                percent = size / into["head_dim"]
             percent = self.percent if percent is None else percent
             into["rotary_percent"] = float(percent)
         elif percent not in (None, 1.0, _latent_part(into)):
@@ -287,14 +301,15 @@ class Rope(Setting):
         if self.old:
             into[self.key] = positions.rope_base
             scaling = positions.rope_scaling
-            into["rope_scaling"] = None if scaling is None else dict(scaling)
+            none = None if self.scaling is None else {"rope_type": "default"}
+            into["rope_scaling"] = none if scaling is None else dict(scaling)
         elif not self.by_kind:
             into["rope_parameters"] = {
                 **(positions.rope_scaling or {"rope_type": "default"}),
                 "rope_theta": positions.rope_base,
             }
         if self.percent_key and self.size_key:
-            if positions.rotary_percent != 1:  # absent, heads turn as wholes
+            if positions.rotary_percent != 1 or self.size:  # absent, heads turn as wholes
                 into[self.percent_key] = positions.rotary_percent
                 into[self.size_key] = int(config.attention.head_dim * positions.rotary_percent)
         elif self.percent_key:
@@ -316,6 +331,10 @@ class Rope(Setting):
                 | part,
                 "sliding_attention": {"rope_type": "default", "rope_theta": local} | part,
             }
+
+
+def _for_type(value: Any, stored: Mapping[str, Any]) -> Any:
+    return value.get(str(stored.get("model_type"))) if isinstance(value, Mapping) else value
 
 
 def _latent_part(fields: Mapping[str, Any]) -> float | None:
@@ -374,7 +393,7 @@ class Window(Setting):
     """
 
     key: str = "sliding_window"
-    default: int = 0
+    default: int | Mapping[str, int] = 0
     every: int = 0
     every_key: str | None = None
     switch: str | None = None
@@ -384,7 +403,7 @@ class Window(Setting):
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Size and pattern; no key counts as understood, so that all are kept."""
-        size = stored.get(self.key, self.default) or 0
+        size = stored.get(self.key, _for_type(self.default, stored)) or 0
         if self.switch and not stored.get(self.switch):
             size = 0
         if size and self.both_sides:
@@ -417,7 +436,11 @@ class Window(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The keys, unless they were kept."""
         window = config.window
-        if not window.window_size or self.key in config.extra:
+        if self.key in config.extra:
+            return
+        if not window.window_size:
+            if _for_type(self.default, config.extra):
+                into[self.key] = None
             return
         into[self.key] = 2 * (window.window_size - 1) if self.both_sides else window.window_size
         if self.switch:

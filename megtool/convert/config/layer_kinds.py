@@ -186,14 +186,15 @@ class MambaHeads(Setting):
     """Number and size of the heads of Mamba-2 mixers, which have `expand` * hidden size channels.
 
     The size may be `auto`: as many channels as there are, cut evenly. Where the family has the key
-    `inner`, that says the number of channels, unless it is null. The keys are kept verbatim in
-    `extra`. Without such layers both fields are 0.
+    `inner`, that says the number of channels (`channels` where it is absent), unless it is null.
+    The keys are kept verbatim in `extra`. Without such layers both fields are 0.
     """
 
     heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
     expand: str = "mamba_expand"
     inner: str | None = None
+    channels: int | None = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Both fields; no key counts as understood."""
@@ -235,7 +236,7 @@ class MambaHeads(Setting):
         heads, size = stored.get(self.heads, 128), stored.get(self.head_dim, "auto")
         expand, inner = stored.get(self.expand, 2), None
         if self.inner:
-            inner = stored.get(self.inner)
+            inner = stored.get(self.inner, self.channels)
         numbers = [heads, expand if inner is None else inner]
         if size != "auto":
             numbers.append(size)

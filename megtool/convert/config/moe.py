@@ -41,14 +41,15 @@ class EitherKey(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Nullable(Setting):
-    """A key whose null, or absence, is the field's 0."""
+    """A key whose null is the field's 0; `absent` is the field where the key is not there."""
 
     key: str
     field: str
+    absent: int = 0
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The value, or 0."""
-        into[self.field] = stored.get(self.key) or 0
+        into[self.field] = stored.get(self.key, self.absent) or 0
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
@@ -135,15 +136,19 @@ class Unless(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Multiple(Setting):
-    """A key that is the field as a multiple of `unit`: shared experts by their number."""
+    """A key that is the field as a multiple of `unit`: shared experts by their number.
+
+    Null is 0, and `absent` the number where the key is not there.
+    """
 
     key: str
     field: str
     unit: str
+    absent: int = 0
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The key times the unit, a field read before."""
-        into[self.field] = (stored.get(self.key) or 0) * into[self.unit]
+        into[self.field] = (stored.get(self.key, self.absent) or 0) * into[self.unit]
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:

@@ -158,15 +158,15 @@ class TextConfig(Setting):
         """The text family's keys, under `text_config` unless they were read without it."""
         is_flat = TEXT_CONFIG not in config.extra and bool(config.extra)
         inner: Mapping[str, Any] = config.extra if is_flat else config.extra.get(TEXT_CONFIG, {})
+        kinds = {} if is_flat else {"model_type": next(iter(self.nested.texts))}
         keys: dict[str, Any] = {}
         for setting in self.settings:
-            setting.write(config.with_fields(extra=inner), keys)
+            setting.write(config.with_fields(extra={**kinds, **inner}), keys)
         if not inner.keys().isdisjoint(self.nested.verbatim):
             keys = {k: v for k, v in keys.items() if k not in self.nested.verbatim}
         if is_flat:
             into.update(keys)
             return
-        kinds = {"model_type": next(iter(self.nested.texts))}
         into[TEXT_CONFIG] = {**kinds, **inner, **keys}
         into[TIED] = config.embedding.tied_embeddings
 

@@ -78,6 +78,9 @@ def config_from_params(params: Mapping[str, Any], file: Path) -> dict[str, Any] 
     return {
         "architectures": ["Mistral4ForCausalLM"],
         "model_type": "mistral4",
+        # Absent there, they are none; transformers has others where a config.json lacks them.
+        "q_lora_rank": None,
+        "n_shared_experts": None,
         **rest,
         **{_KEYS[k]: params[k] for k in _KEYS if k in params},
         **{_EXPERT_KEYS[k]: value for k, value in experts.items()},

@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from megtool.errors import CalibrationError, MissingPackageError
 from megtool.model.batch import Batch
 from megtool.options.execution import ExecutionOptions
 from megtool.options.target import TargetOptions
+from megtool.parallel.process_groups import Group
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.modelopt.unit_solver import ModelOptSolver
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.resolve import resolve_recipe
+from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quantize.layout.write import write
 from megtool.quantize.verification.verify_folder import verify_folder
 from tests.support.models import tiny_models
@@ -421,3 +424,25 @@ def test_a_recipe_names_its_modules(folder: Path) -> None:
     decided = resolve_recipe(folder, "fp8")
     names = {d.module.name for d in decided.matched.decisions if d.format is not None}
     assert calibrate_by_modelopt(case(folder)).weights.keys() == names
+
+
+class _Asked(Exception):
+    """A module was made."""
+
+
+def test_a_site_is_solved_if_one_of_its_modules_is_quantized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(self: ModelOptSolver, site: ActivationSite, module: str, *more: Any) -> Any:
+        raise _Asked(module)
+
+    monkeypatch.setattr(ModelOptSolver, "_make_module", make)
+    solver = object.__new__(ModelOptSolver)
+    solver._stage = Group(ranks=(0,), rank=0)
+    solver._decisions = {"k": cast(Any, SimpleNamespace(format="NVFP4"))}
+    site = ActivationSite(name="qk", kind="input", layer=0, modules=("q", "k"), width=4)
+    decoder = cast(Any, SimpleNamespace(dtype=torch.float32))
+    with pytest.raises(_Asked, match="k"):
+        solver.solve_unit(decoder, [site], cast(Any, {}), lambda recorder: None)
+    kept = replace(site, modules=("q", "v"))
+    assert solver.solve_unit(decoder, [kept], cast(Any, {}), lambda recorder: None) == QParams()
