@@ -110,7 +110,8 @@ def megatrons_groups(rank: int, size: int) -> Any:
     module.named_parameters = lambda: iter(model_of(module).items())  # type: ignore
     settings = OptimizerConfig(lr=0.1, min_lr=0.01, weight_decay=0.3)
     config = optimizer.OptimizerConfig(lr=0.1, min_lr=0.01, weight_decay=0.3)
-    theirs = optimizer._get_param_groups([module], config, None)
+    standard = optimizer.get_standard_config_overrides(config)
+    theirs = optimizer._get_param_groups([module], config, standard)
     made = ReplicatedOptimizer(model_of(module).items(), settings, groups)
     ours = made.small_state()["optimizer"]["param_groups"]
     names = {id(p): n for n, p in model_of(module).items()}

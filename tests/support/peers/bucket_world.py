@@ -8,6 +8,7 @@ but the first exist in name alone: nothing is communicated.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ def laid_out(case: dict[str, Any], group: Any) -> dict[str, Any]:
     """Slots and bucket sizes of one case."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     params = []
     for numel, shared in zip(case["numels"], case["shared"], strict=True):
@@ -30,20 +32,30 @@ def laid_out(case: dict[str, Any], group: Any) -> dict[str, Any]:
         if shared:
             p.shared_embedding = True  # type: ignore[attr-defined]
         params.append(p)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=case.get("busbw", False)
+    )
+    names = {p: str(i) for i, p in enumerate(params)}
+    listed, layout = params, {}
+    if "param_layout" in inspect.signature(_ParamAndGradBuffer).parameters:
+        # Of 0.19 the optimizer says where parameters lie, not the buffer.
+        listed = list(names.items())
+        layout["param_layout"] = DistributedOptimizer._compute_per_buffer_param_layout(
+            params, case["bucket_size"], group.size(), config
+        )
     buffer = _ParamAndGradBuffer(
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=case["busbw"]
-        ),
+        config,
         torch.float32,
         torch.float32,
-        params,
+        listed,
         group,
         case["bucket_size"],
-        {p: str(i) for i, p in enumerate(params)},
+        names,
         1.0,
         list(range(len(params))),
         False,
         pg_collection=SimpleNamespace(tp=group, dp_cp=group),
+        **layout,
     )
     slots = []
     for p in params:

@@ -109,7 +109,10 @@ def megatrons(kind: str, score: str, logits_BSE: Tensor, counted: Tensor | None)
     def note(name: str, loss: Tensor, *_: Any, **__: Any) -> None:
         said[name] = float(loss.detach())
 
-    theirs.save_to_aux_losses_tracker = note
+    if hasattr(theirs, "get_moe_metrics_tracker"):  # of 0.19
+        theirs.get_moe_metrics_tracker = lambda: SimpleNamespace(record=note)
+    else:
+        theirs.save_to_aux_losses_tracker = note
     logits = logits_BSE.transpose(0, 1).contiguous().requires_grad_()
     padding = None if counted is None else ~counted.T
     probs, _ = router.routing(logits, padding)
