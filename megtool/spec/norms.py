@@ -47,8 +47,9 @@ class NormPart:
     qk_norm: bool = fact("flag", False, hf="use_qk_norm", megatron="qk_layernorm")
     """Queries and keys have norms with weights; tensors say so, too."""
     qk_norm_of: str = fact("name", "head", hf=None, megatron=None)
-    """What such a norm covers: a `head`, all with the same weights; `each` head with weights of
-    its own; `all` heads of a token at once."""
+    """How such a norm covers heads: `head`, each alone with one weight `[head_dim]` for all;
+    `each`, each alone with a weight of its own; `all`, all heads of a token at once. Kind,
+    epsilon and bias are those of the other norms."""
     qk_norm_rotated: bool = fact("flag", False, hf=None, megatron=None)
     """Such a norm comes after rotation."""
     qk_l2_norm: bool = fact(

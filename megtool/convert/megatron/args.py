@@ -119,7 +119,7 @@ def args_from_config(
     """Args complete enough for Megatron's `--use-checkpoint-args`, as plain values.
 
     `dtype` is the model's (`params_dtype` is left to the caller as a name, since only torch can
-    hold it as an object). `known` are args the checkpoint already had: they are kept, and what
+    hold it as an object). `base_args` are args the checkpoint already had: they are kept, and what
     depends on the layout is updated.
     """
     positions = config.positions

@@ -152,7 +152,7 @@ def written(
     limits: tuple[Limit, ...] = (),
     **more: Any,
 ) -> Choice:
-    """With names of its own, by which files are written and not read."""
+    """Choose the architecture that llama.cpp calls `name`, of which files are written, not read."""
     table = tuple(row for part in (ends, *parts) for row in part)
     return lambda _, c: Architecture(name=name, table=table, limits=limits, **more)
 

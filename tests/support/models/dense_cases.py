@@ -235,7 +235,7 @@ MORE = [
     Case("lfm2", UNTIED | CONV | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     Case("granite_swa", UNTIED | BIASED | TWO_BASES),
 ]
-"""Cases of the slow tests, of which the fast ones compute the logits alone."""
+"""Cases of the slow tests, of which the fast ones read the configuration alone."""
 
 
 def fill_uniform(model: Any) -> None:
