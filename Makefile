@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do \
 # One more than there are processors, because tests wait for processes and servers now and then.
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 MARKS ?= not gpu or gpu
-MINUTES ?= 30
+MINUTES ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -17,24 +17,21 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(JOBS) --maxprocesse
 .NOTPARALLEL:
 # Every process of the tests would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-all test-rotation mutate lint docs bench clean
+.PHONY: help demo test test-all mutate lint docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r target what; do \
-		printf 'make %-13s %s\n' "$$target" "$$what"; done
+		printf 'make %-9s %s\n' "$$target" "$$what"; done
 
 demo: .venv/demo ## take a real model through every format and layout and back
 	$(BIN)/megtool demo
 
-test: .venv/dev ## run the fast tests
+test: .venv/dev ## run the fast tests; MINUTES=30 adds slow ones by turns for that long
 	@echo 'leaves out tests marked slow or peers (they take minutes); make test-all runs them'
-	$(PYTEST) -m 'not slow and not peers'
+	$(PYTEST) $(if $(MINUTES),-p tests.support.rotation --minutes $(MINUTES),-m 'not slow and not peers')
 
 test-all: .venv/dev ## run every test; MARKS='slow or peers' narrows them down
 	$(PYTEST) -m '$(MARKS)'
-
-test-rotation: .venv/dev ## run the fast tests, then others by turns; MINUTES=30 bounds them
-	$(PYTEST) -p tests.support.rotation --minutes $(MINUTES)
 
 mutate: .venv/dev ## plant single faults and see which tests notice; MUTATE='--seed 1' draws others
 	$(BIN)/python -m tests.support.mutation $(MUTATE)
