@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megtool.convert.config.hybrid import kinds_of
@@ -129,14 +129,12 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         skip = None if all(windows) else windows
     is_windowed = bool(config.window.window_size) and any(windows)
     rope = tuple(positions.no_rope_layers[i] for i in layers) if positions.no_rope_layers else ()
-    ratios, hashed = (
-        config.compression.compress_ratios,
-        [i in layer_sets.hash_layers(config) for i in layers],
-    )
-    if hashed != sorted(hashed, reverse=True):
+    ratios, hashed = config.compression.compress_ratios, layer_sets.hash_layers(config)
+    is_hashed = [i in hashed for i in layers]
+    if is_hashed != sorted(is_hashed, reverse=True):
         raise MappingError(
-            f"of these layers {hashed.index(False)} comes before layers in which a table chooses "
-            "the experts",
+            f"of these layers {is_hashed.index(False)} comes before layers in which a table "
+            "chooses the experts",
             hint="such layers are the first ones",
         )
     shared = (
@@ -154,7 +152,7 @@ def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
         else {name: tuple(sizes[i] for i in layers) for name, sizes in config.layer_sizes.items()},
         moe_layer_freq=freq,
         compress_ratios=None if ratios is None else tuple(ratios[i] for i in layers),
-        num_hash_layers=sum(hashed),
+        num_hash_layers=sum(is_hashed),
         window_size=config.window.window_size if is_windowed else 0,
         window_skip_freq=skip if is_windowed else None,
         no_rope_layers=rope if any(rope) else None,
@@ -212,32 +210,21 @@ def edited_config(
             replaced = {*before, *other_keys}
             out = {k: v for k, v in out.items() if k not in replaced} | after
     config = family.read_config(out)
-    for name, a, b in (
-        ("num_layers", config.num_layers, new.num_layers),
-        ("moe_layers", sorted(layer_sets.moe_layers(config)), sorted(layer_sets.moe_layers(new))),
-        ("layer_kinds", config.layer_kinds, new.layer_kinds),
-        ("compress_ratios", config.compression.compress_ratios, new.compression.compress_ratios),
-        ("num_hash_layers", config.router.num_hash_layers, new.router.num_hash_layers),
-        ("layers with a window", window_flags(config), window_flags(new)),
-        (
-            "no_rope_layers",
-            config.positions.no_rope_layers or (),
-            new.positions.no_rope_layers or (),
-        ),
-        (
-            "layers with an indexer",
-            sorted(layer_sets.index_layers(config)),
-            sorted(layer_sets.index_layers(new)),
-        ),
-        (
-            "layers that share keys",
-            layer_sets.shared_kv_layers(config),
-            layer_sets.shared_kv_layers(new),
-        ),
-        ("num_experts", config.moe.num_experts, new.moe.num_experts),
-        ("vocab_size", config.embedding.vocab_size, new.embedding.vocab_size),
-    ):
-        if a != b:
+    values: tuple[tuple[str, Callable[[ModelConfig], object]], ...] = (
+        ("num_layers", lambda c: c.num_layers),
+        ("moe_layers", lambda c: sorted(layer_sets.moe_layers(c))),
+        ("layer_kinds", lambda c: c.layer_kinds),
+        ("compress_ratios", lambda c: c.compression.compress_ratios),
+        ("num_hash_layers", lambda c: c.router.num_hash_layers),
+        ("layers with a window", window_flags),
+        ("no_rope_layers", lambda c: c.positions.no_rope_layers or ()),
+        ("layers with an indexer", lambda c: sorted(layer_sets.index_layers(c))),
+        ("layers that share keys", layer_sets.shared_kv_layers),
+        ("num_experts", lambda c: c.moe.num_experts),
+        ("vocab_size", lambda c: c.embedding.vocab_size),
+    )
+    for name, value in values:
+        if (a := value(config)) != (b := value(new)):
             raise MappingError(
                 f"a config.json of {family.name!r} says {name} {a!r}, and they are {b!r}",
                 hint="choose layers that it can describe",

@@ -27,7 +27,7 @@ SIZES = {
     "vocab_size": 50,
 }
 CLASSES = {"": ModelConfig, **PARTS}
-MTP = {"mamba_num_heads": 2, "mamba_head_dim": 4, "mamba_state_dim": 4, "mamba_num_groups": 1}
+MAMBA = {"mamba_num_heads": 2, "mamba_head_dim": 4, "mamba_state_dim": 4, "mamba_num_groups": 1}
 
 
 def test_no_part_is_large_and_no_two_have_a_field_of_one_name() -> None:
@@ -137,7 +137,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
 def test_sets_of_layers_are_found_by_name() -> None:
     kinds = ("M", "*-", "*E")
     config = ModelConfig.from_fields(
-        **SIZES, **MTP, num_experts=2, layer_kinds=kinds, num_mtp_layers=1
+        **SIZES, **MAMBA, num_experts=2, layer_kinds=kinds, num_mtp_layers=1
     )
     assert layer_sets.value_of(config, "mamba_layers") == {0}
     assert layer_sets.value_of(config, "dense_layers") == layer_sets.dense_layers(config) == {1}

@@ -293,13 +293,7 @@ def check_branches(config: ModelConfig, layer: int) -> None:
         or not config.norms.pre_norms
         or config.residual.parallel_residual
     )
-    if (
-        layer
-        in layer_sets.delta_layers(config)
-        | layer_sets.kda_layers(config)
-        | layer_sets.conv_layers(config)
-        or odd
-    ):
+    if odd or set(mixers) - {"attention", "Mamba-2"}:
         raise MappingError(
             f"layer {layer} has {' and '.join(mixers)} side by side",
             hint="such a model is converted, but not run",

@@ -59,14 +59,8 @@ def with_mtp_layers(config: ModelConfig) -> ModelConfig:
     kinds = config.layer_kinds or tuple(
         ATTENTION + (EXPERTS if n in moe else MLP) for n in range(config.num_layers)
     )
-    kinds += (
-        tuple(
-            layer_sets.mtp_branches(config)
-            if is_hybrid(config)
-            else [layer_sets.mtp_branches(config)]
-        )
-        * depths
-    )
+    further = layer_sets.mtp_branches(config)
+    kinds += tuple(further if is_hybrid(config) else [further]) * depths
     ratios = config.compression.compress_ratios
     skip, without = config.window.window_skip_freq, config.positions.no_rope_layers
     flags = tuple(int(config.window.has_window(n)) for n in range(config.num_layers))
