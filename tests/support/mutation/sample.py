@@ -32,6 +32,7 @@ COPIED = ("converters", "docs", "examples", "megtool", "quant_recipes", "tests")
 MOST_FILES = 12
 """Files of tests that are run for one fault."""
 
+CONVERTERS = "converters"
 KILLED, SURVIVED, UNDECIDED = "killed", "survived", "undecided"
 
 
@@ -54,12 +55,12 @@ class Mutant:
 def packages(root: Path) -> list[str]:
     """Return the names of packages that faults are drawn for."""
     folders = (p for p in (root / "megtool").iterdir() if (p / "__init__.py").exists())
-    return sorted({"converters", *(p.name for p in folders if not p.is_symlink())})
+    return sorted({CONVERTERS, *(p.name for p in folders if not p.is_symlink())})
 
 
 def draw(root: Path, package: str, number: int, seed: int) -> list[Mutant]:
     """Return `number` faults of a package, the same for the same seed and sources."""
-    folder = root / package if package == "converters" else root / "megtool" / package
+    folder = root / package if package == CONVERTERS else root / "megtool" / package
     every = [
         Mutant(package=package, file=path.relative_to(root), fault=fault)
         for path in sorted(folder.rglob("*.py"))
@@ -86,9 +87,10 @@ class Copy:
         path = self.root / mutant.file
         source, until = path.read_text(), time.monotonic() + seconds
         files = [str(p.relative_to(self.root)) for p in self.tests.find(path, MOST_FILES)]
+        chosen = [*files, "-k", path.stem] if mutant.package == CONVERTERS else files
         try:
             path.write_text(mutant.fault.plant(source))
-            failed = self._failures(files, until)
+            failed = self._failures(chosen, until)
             if failed is None:
                 return UNDECIDED
             if not failed:
@@ -126,7 +128,8 @@ class Copy:
         if process.returncode in (0, 5):  # 5: all of its tests are left out by their marks
             return []
         lines = [x for x in out.splitlines() if x.startswith(("FAILED ", "ERROR "))]
-        return [line.split(" ", 2)[1] for line in lines] or list(tests[:1])
+        # Names of functions: what parametrizes them may hold spaces.
+        return [line.split(" ", 2)[1].partition("[")[0] for line in lines] or list(tests[:1])
 
 
 def run_sample(

@@ -32,7 +32,9 @@ class TestSelection:
     def find(self, path: Path, most: int) -> list[Path]:
         """Return at most so many files of tests, the closest first."""
         if path.is_relative_to(self.root / "converters"):
-            return self._name(path.stem)[:most]
+            rooms = ("tests/converters", "tests/formats")
+            every = [p for room in rooms for p in sorted((self.root / room).rglob("test_*.py"))]
+            return sorted(every, key=lambda p: p.stem != "test_missing_keys")[:most]
         found = dict.fromkeys(self._mirrors(path))
         reached = {path}
         near = [path]
@@ -48,13 +50,6 @@ class TestSelection:
             if len(found) >= most:
                 break
         return list(found)[:most]
-
-    def _name(self, family: str) -> list[Path]:
-        """Return the tests that name a family, those of families first."""
-        rooms = [self.root / "tests" / name for name in ("converters", "convert", "formats")]
-        every = [p for room in rooms for p in sorted(room.rglob("test_*.py"))]
-        first = self.root / "tests/converters/test_missing_keys.py"
-        return [first, *(p for p in every if p != first and f'"{family}' in p.read_text())]
 
     def _mirrors(self, path: Path) -> list[Path]:
         folder = self.root / "tests" / path.parent.relative_to(self.root / "megtool")
