@@ -63,6 +63,9 @@ FOREIGN = {
     "--gemm_plugin",
     "--output_dir",
     "--write",  # docs/run_commands.py
+    "--number",  # the mutation of tests
+    "--packages",
+    "--minutes",
 }
 """Options of other programs that pages name."""
 
