@@ -27,7 +27,7 @@ demo: .venv/demo ## take a real model through every format and layout and back
 	$(BIN)/megtool demo
 
 test: .venv/dev ## run the fast tests; MINUTES=30 adds slow ones by turns for that long
-	@echo 'leaves out tests marked slow or peers (they take minutes); make test-all runs them'
+	@$(if $(MINUTES),,echo 'leaves out tests marked slow or peers (they take minutes); make test-all runs them')
 	$(PYTEST) $(if $(MINUTES),-p tests.support.rotation --minutes $(MINUTES),-m 'not slow and not peers')
 
 test-all: .venv/dev ## run every test; MARKS='slow or peers' narrows them down

@@ -103,7 +103,10 @@ LAYOUT_SIZES: Mapping[str, str] = {
     "cp": "Context-parallel ranks, which split each row's tokens",
     "dp": "Data-parallel ranks",
 }
-"""The help of the sizes of a parallel layout."""
+"""The help of the sizes of a parallel layout.
+
+`LayoutOptions` declares them for `reshard` and `finetune`, `RuntimeOptions` for verbs that run a
+model, and `export` and `lint` on their own."""
 
 
 def layout_size(
@@ -201,8 +204,8 @@ class Options:
     which one given on the command line overrides all in a file, and which exclude each other.
     `shown_after` names options of groups and, for each, the option that it follows in help;
     `shared` those that stand in several groups, which all get the value, and are declared as in the
-    first. `restated` has other texts and defaults of options of a base. `panels` come first in the
-    help, in this order.
+    first. `restated` replaces spec and default of options of a base; types stay. `panels` come
+    first in the help, in this order.
 
     Raises:
         UsageError: a value is of the wrong type or out of its range.

@@ -111,7 +111,7 @@ def plan_reshard(
     same names and take their dtypes and shapes.
 
     Raises:
-        MegtoolError: see `make_target`, `check_merge` and `planner.build`.
+        MegtoolError: see `make_target`, `check_merge` and `planner.build_plan`.
         CoverageError: with `execution.strict`, something would be dropped.
     """
     if average or merges:

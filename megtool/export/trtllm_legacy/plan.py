@@ -45,7 +45,7 @@ _AWQ_ROWS = 64  # engines want so many rows of the head at once (ModelOpt pads t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyModel:
     """What is exported: its family by name, its configuration, where its canonical tensors lie
-    (`held`) and how large they are; `architecture` is what its config.json calls it.
+    (`placements`) and how large they are; `architecture` is what its config.json calls it.
 
     `algo` is a format the engine is to make of plain weights itself, when it loads them: of all
     that config.json does not exclude.
@@ -61,7 +61,7 @@ class LegacyModel:
 
 @dataclass(slots=True, kw_only=True)
 class TrtllmLegacyPlan:
-    """All that `planner.build` is given, and what a report says."""
+    """All that `planner.build_plan` is given, and what a report says."""
 
     destination: Destination
     pieces: BoxPlacements

@@ -131,7 +131,7 @@ class RankLayout:
 def list_rank_tensors(
     layout: RankLayout, names: Collection[str], *, shares_table: bool
 ) -> Iterator[RankTensor]:
-    """All tensors of all ranks, rank by rank. `held` are the canonical tensors that there are.
+    """All tensors of all ranks, rank by rank. `names` are the canonical tensors that there are.
 
     With `shares_table` the head is the embedding and is not stored.
     """

@@ -350,7 +350,7 @@ class TrainConfig(TokenizerOptions):
 
     @property
     def layout(self) -> ParallelConfig:
-        """The parallel layout; `dp` 0 is replaced by what fills the processes."""
+        """The parallel layout; `dp` is the least that fits until `fit` fills the processes."""
         return self.parallel.layout
 
     @property

@@ -37,5 +37,5 @@ class TrainLayoutOptions(LayoutOptions, ContextParallelOptions):
 
     @property
     def layout(self) -> ParallelConfig:
-        """The parallel layout; `dp` 0 is replaced by what fills the processes."""
+        """The parallel layout; `dp` is the least that fits until `fit` fills the processes."""
         return ParallelConfig(**self.explicit() | self.context_layout)
