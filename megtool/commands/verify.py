@@ -367,7 +367,7 @@ def _match_tensors(
     excluded: Collection[str] = (),
 ) -> Iterator[TensorPair]:
     """Pairs of tensors to compare; those that cannot be compared are differences, and are paired
-    with nothing, so that their digests are checked all the same. So are those `apart`, which are
+    with nothing, so that their digests are checked all the same. So are those `excluded`, which are
     compared in another way."""
     num_unmatched: Counter[tuple[str, str, str]] = Counter()
     x, y = a.view, b.view

@@ -113,7 +113,8 @@ class TensorDelta:
     `largest_abs` and `largest_rel` (relative to b, if b is not 0) are the largest among the
     elements that differ, at flat indices `abs_index` and `rel_index`. A NaN on one side only is
     counted in `num_nan`. `within` is the largest difference inside the tolerance. `samples` are the
-    first elements that differ: flat index, the number in a and that in b.
+    first elements that differ: flat index, the number in a and that in b. Nothing is known of
+    elements that are equal: their tiles are skipped.
     """
 
     num_differing: int = 0

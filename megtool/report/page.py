@@ -31,7 +31,7 @@ class PageTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFigure:
-    """A plot: traces and layout of plotly.js (see `pages.figures`).
+    """A plot: traces and layout of plotly.js (see `megtool/report/figures.py`).
 
     `variants` are the traces by the name that a reader chooses; with a single one there is nothing
     to choose. `description` says in a sentence what it shows, for those who do not see it.

@@ -35,8 +35,8 @@ class Difference:
     """One tensor (or file) that is not what it should be; `text` explains it.
 
     `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
-    (absolute, and relative to B where that is not 0), and at which index of the tensor. `samples`
-    are the first elements that differ: index, value in A, value in B.
+    (absolute, and relative to the element of B where that is not 0), and at which index of the
+    tensor. `samples` are the first elements that differ: index, value in A, value in B.
     """
 
     tensor: str

@@ -1,1 +1,4 @@
-"""The parts of `megtool verify`: digests, files, metadata, quantized weights."""
+"""The parts of `megtool verify`: digests, files, metadata, quantized weights.
+
+Elements are compared by `megtool/digests/compare.py`.
+"""

@@ -28,6 +28,7 @@ from megtool.transport.reading.shared_scan import SharedScan
 Result = TypeVar("Result")
 
 _VERSION = 1
+"""Raised with every change of what a scan puts into a record, such as fields of `TensorDelta`."""
 
 
 def share_scan(
