@@ -70,7 +70,7 @@ def test_a_local_reshard_imports_nothing_that_it_does_not_use(tmp_path: Path) ->
     """Each takes milliseconds, of some 250 that a small reshard takes."""
     source = tiny_llama.save(tmp_path / "hf")
     unused = ("numpy.ma", "torch", "rich", "obstore", "megtool.report.html", "socket", "subprocess")
-    unused += ("megtool.staging.store.stage", "megtool.number_formats.kquants")
+    unused += ("megtool.staging.store.place", "megtool.number_formats.kquants")
     run_python(
         "import sys, megtool\n"
         f"megtool.reshard({str(source)!r}, {str(tmp_path / 'out')!r}, to='torch_dist', pp=2)\n"

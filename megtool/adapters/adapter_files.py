@@ -15,7 +15,7 @@ from megtool.dtypes import dtype
 from megtool.formats.safetensors.header import encode_header
 from megtool.formats.safetensors.reader import place_tensors
 from megtool.formats.torch_dist.layout import plan_torch_dist_layout
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
@@ -77,7 +77,7 @@ def plan_megatron_files(
     ]
 
 
-def write_files(stage: CheckpointStage, planned: Sequence[AdapterFile]) -> None:
+def write_files(stage: Stage, planned: Sequence[AdapterFile]) -> None:
     """Write all files into an entered stage, which the caller commits.
 
     Raises:

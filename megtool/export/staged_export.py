@@ -18,7 +18,7 @@ from megtool.plan.execute import CopyReport
 from megtool.reshard.execute import peak_rss_bytes
 from megtool.reshard.staged_write import make_stage, write_staged, written_files
 from megtool.reshard.written_digests import count_digested, write_digests
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 
 
@@ -115,6 +115,6 @@ class PlannedExport:
         return tuple(sorted({*names, SIDECAR}))
 
 
-def _count_files(stage: CheckpointStage) -> int:
+def _count_files(stage: Stage) -> int:
     """The number of files that have a digest; a single file has one."""
     return 1 if stage.is_file else len(stage.sidecar.files) if stage.sidecar else 0

@@ -97,7 +97,7 @@ class CopyReport:
 
 
 class StagingArea(Protocol):
-    """Where a plan is executed: a `StagingFolder` on disk, or a `MemoryStage`."""
+    """Where a plan is executed: a `Stage`, or a `MemoryStage`."""
 
     @property
     def resumed(self) -> set[int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megtool.errors import DestinationError, MappingError, MegtoolError, UsageError
+from megtool.errors import DestinationError, MappingError, UsageError
 from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import RuntimeOptions
 from megtool.options.quantize import (
@@ -26,16 +24,9 @@ from megtool.quant.statistics.activation_sites import ActivationSite, list_activ
 from megtool.quantize.calibration_data import CalibrationSamples
 from megtool.source.open import require_decoder
 from megtool.staging.destination.check import check_file
-from megtool.staging.destination.store_check import (
-    check_free,
-    check_object,
-    check_surroundings,
-    has_objects,
-)
-from megtool.staging.publication import staging_prefix
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.storage.local_copy import local_work_folder
-from megtool.storage.location.path import StorePath, is_remote
 
 if TYPE_CHECKING:
     from megtool.inference.windows import TokenDocument
@@ -122,9 +113,8 @@ class QuantizeRun:
         """The folder with finished layers, to resume from."""
         if self.calibration.work_dir is not None:
             return self.calibration.work_dir
-        if is_remote(self.destination):
-            return local_work_folder(self.destination, "calibration")
-        return self.destination.parent / f".{self.destination.name}.calibration"
+        beside = self.destination.parent / f".{self.destination.name}.calibration"
+        return local_work_folder(self.destination, "calibration", beside)
 
     @property
     def needs_choice(self) -> bool:
@@ -248,31 +238,16 @@ class QuantizeRun:
             DestinationError: it exists, is inside the source, or cannot be written; or one of the
                 other output files cannot be written, or would be lost.
         """
-        from megtool.staging.folder.stage import StagingFolder
-        from megtool.staging.workers.shared_folder import SharedStaging
-
         source = self.resolved.source
-        if isinstance(self.destination, StorePath):
-            self._check_prefix(self.destination)
-            return
-        stage_of: Callable[..., StagingFolder] = StagingFolder
-        if self.worker is not None:
-            stage_of = partial(SharedStaging, worker=self.worker)
-        stage = stage_of(
+        open_stage(
             self.destination,
             files=Files(),
             fingerprint="",
             overwrite=self.execution.overwrite,
             is_file=self.calibration.calibrate_only,
             sources=[source.path, source.catalogue.root],
-        )
-        try:
-            stage.check()
-        except DestinationError:
-            if self.worker is None and stage.files.lstat(stage.staging) is not None:
-                with suppress(MegtoolError), stage:  # removes what a completed run has left
-                    pass
-            raise
+            worker=self.worker,
+        ).check_early()
         self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         parent = self.destination.parent  # created if missing
         if self.calibration.work_dir is None:
@@ -281,22 +256,6 @@ class QuantizeRun:
             check_file(self.calibration.save_calibration, parent)
         if self.page is not None:
             check_file(self.page, parent, self.destination)
-
-    def _check_prefix(self, destination: StorePath) -> None:
-        """Refuse a destination in a store that must not be written."""
-        source = self.resolved.source
-        is_file = self.calibration.calibrate_only
-        check_surroundings(destination, [source.path, source.catalogue.root])
-        if self.worker is None and not has_objects(staging_prefix(destination)):
-            check_free(destination, is_file=is_file, overwrite=self.execution.overwrite)
-        if is_file:
-            check_object(destination)
-        for path in (self.calibration.save_calibration, self.page):
-            if path is not None:
-                check_file(path)
-        self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
-        if self.calibration.work_dir is None:
-            Files().check_own_folder(self.work)
 
     def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse output files that replace each other or the source, or that are inside a folder

@@ -18,7 +18,7 @@ from megtool.console import Progress
 from megtool.digests.crc32c import TOOL, Sidecar, TensorDigest
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.fp8_state.transfer import resolve_amax
-from megtool.options.execution import ExecutionOptions
+from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.options.target import TargetOptions
 from megtool.plan.copies import DroppedItem, Op, PlanSource, ReshardPlan
 from megtool.plan.execute import CopyReport
@@ -29,7 +29,7 @@ from megtool.process.worker_identity import WorkerIdentity, parse_worker
 from megtool.reshard.inventory import Inventory, take_inventory
 from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.staged_write import find_copying_store, make_stage, write_staged
+from megtool.reshard.staged_write import make_stage, write_staged
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Target
 from megtool.reshard.written_digests import write_digests
@@ -38,8 +38,9 @@ from megtool.source.average import Average, averaged_sources, dropped_optimizers
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.merge import AdapterMerge, check_merge, collect_updates
 from megtool.source.subset.widths import describe_kept
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
+from megtool.storage.location.path import find_copying_store
 from megtool.tensors.placement import Placement
 from megtool.transport.reading.parallel_scan import default_threads
 
@@ -188,7 +189,8 @@ def _planning_worker(
     """
     if execution.worker_identity is None or execution.dry_run or target.finish is not None:
         return None
-    store = find_copying_store(execution, destination)
+    is_tiled = execution.digest_mode is DigestMode.ALL  # all bytes are read here
+    store = None if is_tiled else find_copying_store(destination)
     if store is not None:
         from megtool.staging.store.part_plan import can_copy_from
 
@@ -219,7 +221,7 @@ def execute(
     `start` is the time on the monotonic clock from which the report counts seconds.
 
     Raises:
-        MegtoolError: see `CheckpointStage` and `plan.execute.execute`; nothing is left at the
+        MegtoolError: see `Stage` and `plan.execute.execute`; nothing is left at the
             destination.
     """
     plan = job.plan
@@ -256,7 +258,7 @@ def execute(
 
 def _write(
     job: ReshardJob,
-    stage: CheckpointStage,
+    stage: Stage,
     execution: ExecutionOptions,
     progress: Progress,
     stages: dict[str, float],
@@ -313,9 +315,7 @@ def _write(
     }
 
 
-def check_staged(
-    source: CheckpointSource, target: Target, plan: ReshardPlan, stage: CheckpointStage
-) -> None:
+def check_staged(source: CheckpointSource, target: Target, plan: ReshardPlan, stage: Stage) -> None:
     """Check that what is staged can be opened and holds all that was planned.
 
     Raises:
@@ -332,7 +332,7 @@ def verify_staged(
     source: CheckpointSource,
     target: Target,
     plan: ReshardPlan,
-    stage: CheckpointStage,
+    stage: Stage,
     execution: ExecutionOptions,
     progress: Progress,
 ) -> ReadbackReport:
@@ -434,7 +434,7 @@ def write_target_digests(
     target: Target,
     plan: ReshardPlan,
     copied: CopyReport,
-    stage: CheckpointStage,
+    stage: Stage,
     options: ExecutionOptions,
 ) -> None:
     """Write the digests of the target's tensors, by canonical name, and of its files."""

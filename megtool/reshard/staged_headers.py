@@ -11,7 +11,7 @@ import numpy as np
 from megtool.errors import FormatError, MegtoolError, StorageError, listed
 from megtool.plan.copies import ReshardPlan
 from megtool.source.foreign_tensors import find_foreign_tensors
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.tensors.catalogue import Catalogue
 
 READBACK_HINT = "nothing was put in place; run the command again, and check memory and disk"
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_headers(plan: ReshardPlan, stage: CheckpointStage) -> None:
+def check_headers(plan: ReshardPlan, stage: Stage) -> None:
     """Open every staged file of safetensors and GGUF, and find the tensors that were planned in it.
 
     Headers are read, and extra states, which loaders unpickle. Files of other formats are skipped:
@@ -62,7 +62,7 @@ def refuse_foreign_states(catalogue: Catalogue) -> None:
         )
 
 
-def _planned_files(plan: ReshardPlan, stage: CheckpointStage) -> Iterator[tuple[Path, set[_Entry]]]:
+def _planned_files(plan: ReshardPlan, stage: Stage) -> Iterator[tuple[Path, set[_Entry]]]:
     """Every staged file whose header lists its tensors, with what was planned in it."""
     catalogue = plan.target.catalogue
     for number, file in enumerate(catalogue.files):

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from megtool.console import Progress
-from megtool.errors import FormatError, UsageError
+from megtool.errors import FormatError
 from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.plan.execute import CopyReport, PlanCopy, execute
-from megtool.process.worker_identity import WorkerIdentity
 from megtool.reshard.staged_headers import check_headers
 from megtool.reshard.written_digests import write_digests
-from megtool.staging.folder.stage import StagingFolder
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.open_stage import has_versions, open_stage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
-from megtool.storage.location.path import StorePath
 
 if TYPE_CHECKING:
-    from megtool.staging.store.stage import StoreStage
-    from megtool.staging.workers.share_copy import SharedStage
-    from megtool.storage.stores.protocol import Store
+    from megtool.staging.place import SharedRun
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,100 +35,30 @@ def make_stage(
     sources: Sequence[Path] = (),
     rewrites_data: bool = False,
     plan: ReshardPlan | None = None,
-) -> CheckpointStage:
-    """Return the place where a plan is written until it is complete.
+) -> Stage:
+    """Return the stage of a plan, see `open_stage`.
 
-    Args:
-        execution: How it is written.
-        destination: Where it then appears.
-        files: What makes the system calls.
-        fingerprint: That of the plan.
-        is_file: The destination is a single file.
-        sources: What is read, which the destination must not replace.
-        rewrites_data: `finish` of `write_staged` changes data of the plan.
-        plan: The plan, for a destination in a store.
+    `rewrites_data`: `finish` of `write_staged` changes data of the plan.
     """
-    worker = execution.worker_identity
-    run: dict[str, Any] = {
-        "files": files,
-        "fingerprint": fingerprint,
-        "overwrite": execution.overwrite,
-        "is_file": is_file,
-        "sources": sources,
-    }
-    if worker is not None:
-        run["worker"] = worker
-    if isinstance(destination, StorePath):
-        if worker is None and plan is not None and not _has_versions(plan):
-            run["fingerprint"] += f" {secrets.token_hex(8)}"  # no other run is to go on
-        stage = _store_stage(worker)(destination, is_unsafe=execution.unsafe_store, **run)
-        return _follow_plan(stage, execution, plan, rewrites_data)
-    if worker is None:
-        return StagingFolder(destination, **run)
-    from megtool.staging.workers.shared_folder import SharedStaging
-
-    return SharedStaging(destination, rewrites_data=rewrites_data, **run)
-
-
-def _store_stage(worker: WorkerIdentity | None) -> type[StoreStage]:
-    # Imported where needed, as what workers share is: a tenth of the start of a local run.
-    if worker is None:
-        from megtool.staging.store.stage import StoreStage
-
-        return StoreStage
-    from megtool.staging.workers.shared_store import SharedStoreStage
-
-    return SharedStoreStage
-
-
-def find_copying_store(execution: ExecutionOptions, destination: Path) -> Store | None:
-    """Return the store of a destination, if it copies what it has itself; that has no digests."""
-    if execution.digest_mode is DigestMode.ALL or not isinstance(destination, StorePath):
-        return None
-    return destination.store if destination.store.can_copy else None
-
-
-def _follow_plan(
-    stage: StoreStage, execution: ExecutionOptions, plan: ReshardPlan | None, rewrites_data: bool
-) -> CheckpointStage:
-    """Return the stage of a store, which cuts the files of the plan into parts.
-
-    Raises:
-        UsageError: workers cannot write these files together.
-    """
-    worker = execution.worker_identity
-    if rewrites_data and worker is not None:
-        raise UsageError(
-            "compressed arrays and databases in a store are written by one process",
-            file=stage.destination,
-            hint="--worker 0/1, or a local destination",
-        )
-    if rewrites_data:
-        from megtool.staging.store.spooled import SpooledStage
-
-        return SpooledStage(stage)
-    if plan is not None:
-        from megtool.staging.store.part_plan import plan_file_parts
-
-        store = find_copying_store(execution, stage.destination)
-        stage.follow_plan(
-            partial(
-                plan_file_parts,
-                plan,
-                is_file=stage.is_file,
-                copies_in=store,
-                workers=1 if worker is None else worker.count,
-                is_tiled=execution.digest_mode is DigestMode.ALL,
-            ),
-            last=tuple(plan.target.final_files),
-            threads=execution.num_threads,
-        )
-    return stage
+    return open_stage(
+        destination,
+        files=files,
+        fingerprint=fingerprint,
+        overwrite=execution.overwrite,
+        is_file=is_file,
+        sources=sources,
+        worker=execution.worker_identity,
+        rewrites_data=rewrites_data,
+        is_unsafe=execution.unsafe_store,
+        plan=plan,
+        threads=execution.num_threads,
+        is_tiled=execution.digest_mode is DigestMode.ALL,
+    )
 
 
 def write_staged(
     plan: ReshardPlan,
-    stage: CheckpointStage,
+    stage: Stage,
     execution: ExecutionOptions,
     *,
     verb: str,
@@ -199,7 +123,7 @@ class _StagedWrite:
     """The data of `write_staged`, and its steps in an entered stage up to `finish`."""
 
     plan: ReshardPlan
-    stage: CheckpointStage
+    stage: Stage
     execution: ExecutionOptions
     verb: str
     progress: Progress
@@ -210,9 +134,8 @@ class _StagedWrite:
         """Write all data, or the share of a worker; a worker that is the last completes all."""
         plan, stage, execution = self.plan, self.stage, self.execution
         total = plan.target.catalogue.num_bytes
-        worker = getattr(stage, "worker", None)
-        if worker is not None:
-            return self._run_worker(cast("SharedStage", stage), worker)
+        if stage.run is not None:
+            return self._run_worker(stage.run)
         stage.require_space(sum(f.size for f in plan.target.catalogue.files))
         self.progress(self.verb, 0, total)
         return execute(
@@ -241,12 +164,13 @@ class _StagedWrite:
             self.stage.messages.append(message)
             _LOG.warning("%s", message)
 
-    def _run_worker(self, stage: SharedStage, worker: WorkerIdentity) -> CopyReport:
+    def _run_worker(self, run: SharedRun) -> CopyReport:
         from megtool.plan.worker_status import WorkerStatus
         from megtool.staging.workers.share_copy import copy_share, merge_shares, own_units
 
-        if not _has_versions(self.plan):
-            self.stage.messages.append(_NO_VERSIONS)
+        stage, worker = self.stage, run.worker
+        if not has_versions(self.plan):
+            stage.messages.append(_NO_VERSIONS)
             _LOG.warning("%s", _NO_VERSIONS)
         num_bytes = 0  # of the share
         share = self._start_copy(lambda n: self.progress(self.verb, n, num_bytes), is_shared=True)
@@ -259,15 +183,14 @@ class _StagedWrite:
             num_bytes=num_bytes,
             origin=worker.origin,
         )
-        if stage.is_published:
+        if run.is_published:
             return replace(share.report(), worker=status)
-        if stage.record is None:
+        if run.record is None:
             stage.require_space(sum(f.size for f in self.plan.target.catalogue.files))
             self.progress(self.verb, 0, num_bytes)
             copy_share(
                 share,
                 stage,
-                worker,
                 self.plan.fingerprint,
                 expected=self.expected,
                 fsync=self.execution.fsync,
@@ -279,11 +202,11 @@ class _StagedWrite:
             copied = merge_shares(merged, stage, records, expected=self.expected)
             return replace(copied, worker=replace(status, state="published"))
         report = share.report()
-        if stage.is_published:
+        if run.is_published:
             return replace(report, worker=status)
         missing = tuple(stage.find_missing())
         state = replace(status, state="waiting" if missing else "publishing", missing=missing)
-        state = replace(state, publisher=stage.publisher)
+        state = replace(state, publisher=run.publisher)
         return replace(report, worker=state)
 
     def _start_copy(
@@ -312,8 +235,3 @@ _NO_VERSIONS = (
     "the server of the source tells neither versions nor times of files: if one changes before all "
     "workers are complete, nobody notices"
 )
-
-
-def _has_versions(plan: ReshardPlan) -> bool:
-    """Whether a change of the sources changes the fingerprint of the plan."""
-    return all(file.has_version for source in plan.sources for file in source.files)

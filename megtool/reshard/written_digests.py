@@ -13,7 +13,7 @@ from megtool.digests.files import digest_tree, read_sections
 from megtool.options.execution import DigestMode
 from megtool.plan.copies import Op, ReshardPlan
 from megtool.plan.execute import CopyReport
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.storage.location.path import is_remote
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -21,7 +21,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 def write_digests(
     plan: ReshardPlan,
-    stage: CheckpointStage,
+    stage: Stage,
     copied: CopyReport,
     mode: DigestMode,
     *,
@@ -94,7 +94,7 @@ def _relative_to(digests: dict[str, FileDigest], folder: str) -> dict[str, FileD
 
 def _stored_digests(
     plan: ReshardPlan,
-    stage: CheckpointStage,
+    stage: Stage,
     sidecar: Sidecar,
     digests: dict[str, FileDigest],
     folder: str,
@@ -152,7 +152,7 @@ def _inherited(plan: ReshardPlan, tensors: Sidecar) -> dict[str, int]:
 
 
 def _embed(
-    plan: ReshardPlan, stage: CheckpointStage, mode: DigestMode, tensors: Sidecar, threads: int
+    plan: ReshardPlan, stage: Stage, mode: DigestMode, tensors: Sidecar, threads: int
 ) -> Sidecar:
     """Complete the digests in the header of a single file.
 

@@ -24,7 +24,7 @@ from megtool.source.open import (
 from megtool.staging.destination.store_check import check_surroundings
 from megtool.storage.files import Files
 from megtool.storage.local_copy import local_work_folder
-from megtool.storage.location.path import StorePath, is_remote
+from megtool.storage.location.path import StorePath
 from megtool.tensors.catalogue import Catalogue
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume import resume
@@ -51,9 +51,7 @@ CACHE_FOLDER = "data"
 
 def cache_folder(folder: Path) -> Path:
     """Where tokenized data is kept: in DST, or in a temporary folder if DST is in a store."""
-    if not is_remote(folder):
-        return folder / CACHE_FOLDER
-    return local_work_folder(folder, "data")
+    return local_work_folder(folder, "data", folder / CACHE_FOLDER)
 
 
 # Keys that determine the shapes of a model's tensors; checkpoints of other tools may differ in the
@@ -118,7 +116,7 @@ def find_checkpoint(folder: Path, settings: TrainConfig) -> Path | None:
         DestinationError: the folder holds something else, a run that must not be resumed, or one
             without a complete iteration; or its cache is a link.
     """
-    if settings.rows.data_cache_path is None and not is_remote(folder):
+    if settings.rows.data_cache_path is None and cache_folder(folder).parent == folder:
         _check_cache(folder / CACHE_FOLDER)
     newest, tracked = find_newest_iteration(folder), read_tracker(folder)
     if newest is not None and not settings.resume:

@@ -8,7 +8,7 @@ import pytest
 
 from megtool import clean, inspect, reshard
 from megtool.errors import FormatError, StorageError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects import part_layout
@@ -54,7 +54,7 @@ def is_read(location: str) -> bool:
 
 def leave_folder(destination: Path) -> None:
     """What a killed run leaves beside a local destination: a finished unit, and no lock."""
-    stage = StagingFolder(destination, files=Files(), fingerprint="plan")
+    stage = open_stage(destination, files=Files(), fingerprint="plan")
     stage.__enter__()
     stage.write("file", b"data")
     stage.finish(0)
@@ -89,7 +89,7 @@ def test_a_folder_is_listed_and_removed_on_request(tmp_path: Path, place: str) -
 
 
 def test_a_live_run_on_a_disk_is_left_alone(tmp_path: Path) -> None:
-    with StagingFolder(tmp_path / "model", files=Files(), fingerprint="plan") as stage:
+    with open_stage(tmp_path / "model", files=Files(), fingerprint="plan") as stage:
         stage.write("file", b"data")
         report = clean(tmp_path, yes=True)
         (row,) = report.left_overs

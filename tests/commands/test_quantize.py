@@ -28,7 +28,7 @@ from megtool.errors import (
 from megtool.quant.recipes.dialects import recipe_names
 from megtool.quantize.plan import QuantizePlan
 from megtool.quantize.report import QuantizeReport
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder.place import FolderPlace
 from tests.support.errors import raises
 from tests.support.models import tiny_models, tiny_text
 from tests.support.quant.calibrated import random_moe
@@ -498,12 +498,12 @@ _BYTES = _bytes()
 def test_what_a_run_left_that_was_stopped_after_its_commit_is_removed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(stage: StagingFolder) -> None:
-        stage._release()
+    def stop(place: FolderPlace) -> None:
+        place.release()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(StagingFolder, "_discard", stop)
+        patch.setattr(FolderPlace, "remove_staged", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize(folder, tmp_path / "out", recipe="int8_weight_only")
     assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.megtool"}

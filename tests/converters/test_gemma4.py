@@ -13,7 +13,7 @@ from megtool.convert.families.detection import family
 from megtool.convert.layer_subset import of_layers
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.errors import LayoutError, MappingError
-from megtool.model.stacks.decoder import Decoder, Stage
+from megtool.model.stacks.decoder import Decoder, StageLayers
 from tests.support.errors import raises
 from tests.support.folders import read_config
 from tests.support.folders import stored_tensors as stored
@@ -81,7 +81,7 @@ def test_layers_that_read_more_than_the_residual_stay_together(tmp_path: Path) -
     with raises(MappingError, "layer 2 attends to keys and values of an earlier"):
         of_layers(plain, (1, 2))
     assert of_layers(plain, (0, 1)).attention.shared_kv is None
-    pipeline = Stage(layers=(2, 3), embedding=False)
+    pipeline = StageLayers(layers=(2, 3), embedding=False)
     with raises(LayoutError, "layer 2 attends to keys and values of layer 0"):
         Decoder(plain, stage=pipeline)
     with raises(LayoutError, "an embedding on the first stage"):

@@ -14,7 +14,7 @@ from megtool.options.execution import DigestMode
 from megtool.plan import execute, planner
 from megtool.plan.copies import DroppedItem, Fill, PlanSource, ReshardPlan
 from megtool.plan.summary import summarize
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue, Replica, ShardOffsets, StoredObject
 from megtool.tensors.placement import Placement
@@ -67,7 +67,7 @@ def plan(raw, tmp_path) -> ReshardPlan:
 def test_a_plan_is_executed_as_its_summary_says(raw, plan, tmp_path, threads, digest):
     expected = summarize(plan, threads=threads, digest_all=digest == "all")
     files = Files()
-    with StagingFolder(tmp_path / "out", files=files, fingerprint=plan.fingerprint) as stage:
+    with open_stage(tmp_path / "out", files=files, fingerprint=plan.fingerprint) as stage:
         report = execute.execute(
             plan, stage, files=files, threads=threads, digest=DigestMode(digest)
         )

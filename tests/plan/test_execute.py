@@ -19,7 +19,7 @@ from megtool.options.execution import DigestMode
 from megtool.plan import execute, work_units
 from megtool.plan.copies import Fill, Op, PlanSource
 from megtool.plan.planner import build_plan
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue, Extents, ShardOffsets, StoredFile
 from megtool.tensors.placement import Placement
@@ -56,7 +56,7 @@ class Job:
         )
 
     def stage(self, name="out"):
-        return StagingFolder(self.folder / name, files=Files(), fingerprint=self.plan.fingerprint)
+        return open_stage(self.folder / name, files=Files(), fingerprint=self.plan.fingerprint)
 
     def check(self, root):
         found = self.raw.read(self.plan.target.catalogue, root)
@@ -265,7 +265,7 @@ def test_empty_scalar_and_filled_tensors(raw, tmp_path):
         at,
         fills=[Fill(stored="vocab", lo=(5, 0), hi=(8, 3), value=1.5)],
     )
-    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+    with open_stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
         report = execute.execute(plan, stage, files=Files(), digest=DigestMode.ALL)
         found = raw.read(target, stage.tree)
     assert found["one"] == 7
@@ -296,7 +296,7 @@ def test_a_source_shard_saved_as_a_transposed_view(raw, tmp_path, mode):
     target = raw.lay_out(tmp_path / "tree", [tensor], [[((0, 0), (300, 200), 0)]])
     plan = build_plan([PlanSource(catalogue=source, placements=at)], raw.destination(target), at)
     for verified in (0, 1):
-        with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+        with open_stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
             report = execute.execute(plan, stage, files=Files(), digest=mode)
             np.testing.assert_array_equal(raw.read(target, stage.tree)["x"], array)
         assert (report.verified, report.repaired) == (verified, 0)
@@ -337,7 +337,7 @@ def test_packed_rows_are_decoded_and_cast(raw, tmp_path):
         raw.destination(target),
         {"x": Placement.identity("x", (48, 256))},
     )
-    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+    with open_stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
         report = execute.execute(plan, stage, files=Files(), memory_bytes=1 << 16)
         found = raw.read(target, stage.tree)["x"]
     plain = gguf.quants.dequantize(packed, kind).reshape(4, 6, 2, 256).transpose(0, 2, 1, 3)

@@ -20,7 +20,7 @@ from megtool.plan.share import (
 )
 from megtool.plan.work_units import is_interleaved
 from megtool.process.worker_identity import WorkerIdentity
-from megtool.staging.workers.record import WorkerRecord
+from megtool.staging.record import WorkerRecord
 from megtool.staging.workers.share_copy import check_coverage
 from megtool.transport.shard_locator import ShardLocator
 from tests.support.checkpoints import raw_checkpoints

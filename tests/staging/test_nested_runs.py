@@ -16,9 +16,9 @@ import pytest
 
 from megtool.data.dataset_writer import DatasetFiles
 from megtool.errors import DestinationError
-from megtool.staging.folder import stage as commit
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder import place as commit
 from megtool.staging.nested_runs import check_runs_above
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.storage.lock import LockFile
 from tests.support.errors import raises
@@ -27,11 +27,11 @@ from tests.support.paths import ROOT
 RUN = """
 import sys, time
 from pathlib import Path
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 
 out, is_quick = Path(sys.argv[1]), sys.argv[2] == "quick"
-stage = StagingFolder(out, files=Files(), fingerprint="f", overwrite=True)
+stage = open_stage(out, files=Files(), fingerprint="f", overwrite=True)
 if is_quick:
     print("ready", flush=True)
     time.sleep(float(sys.stdin.readline()))
@@ -81,7 +81,7 @@ def kill(out: Path) -> None:
 
 
 def run(out: Path, *, overwrite: bool = True) -> None:
-    stage = StagingFolder(out, files=Files(), fingerprint="f", overwrite=overwrite)
+    stage = open_stage(out, files=Files(), fingerprint="f", overwrite=overwrite)
     with stage:
         stage.write("model.bin", str(out).encode())
         stage.commit(fsync=False)
@@ -201,7 +201,7 @@ def test_the_outer_run_looks_again_before_its_rename(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "_TRANSIENT_S", 0.1)
-    stage = StagingFolder(out, files=Files(), fingerprint="f", overwrite=True)
+    stage = open_stage(out, files=Files(), fingerprint="f", overwrite=True)
     with stage:
         stage.write("model.bin", b"x")
         stage.finish(0)
@@ -216,7 +216,7 @@ def test_the_outer_run_looks_again_before_its_rename(
 
 
 def test_the_inner_run_notices_that_its_folder_was_replaced(tmp_path: Path, out: Path) -> None:
-    stage = StagingFolder(out / "sub", files=Files(), fingerprint="f")
+    stage = open_stage(out / "sub", files=Files(), fingerprint="f")
     with raises(DestinationError, file=out / ".sub.megtool", hint=True), stage:
         stage.write("model.bin", b"x")
         stage.finish(0)
@@ -229,7 +229,7 @@ def test_the_inner_run_notices_that_its_folder_was_replaced(tmp_path: Path, out:
 
 def test_a_run_that_is_refused_at_once_stops_no_other(out: Path) -> None:
     """It holds its lock for a moment, which may be that of the other's commit."""
-    with StagingFolder(out, files=Files(), fingerprint="f", overwrite=True) as stage:
+    with open_stage(out, files=Files(), fingerprint="f", overwrite=True) as stage:
         stage.write("model.bin", b"x")
         (out / ".sub.megtool").mkdir()
         lock = LockFile(Files(), out / ".sub.megtool" / "lock", lambda: None)

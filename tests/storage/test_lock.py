@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import DestinationError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.storage.lock import LockFile
 from tests.support.checkpoints.faulty_files import FaultyFiles
@@ -25,10 +25,10 @@ def no_folder() -> None:
 
 
 def test_a_second_run_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
-    with StagingFolder(tmp_path / "out", files=Files(), fingerprint="f") as stage:
+    with open_stage(tmp_path / "out", files=Files(), fingerprint="f") as stage:
         stage.write("a", b"a")
         for fingerprint in ("f", "another"):
-            second = StagingFolder(tmp_path / "out", files=Files(), fingerprint=fingerprint)
+            second = open_stage(tmp_path / "out", files=Files(), fingerprint=fingerprint)
             who = f"process {os.getpid()} on host {socket.gethostname()}"
             with pytest.raises(DestinationError, match=who), second:
                 pass

@@ -32,7 +32,7 @@ LOCAL = {
     ("quantize/finalize.py", "Path(sys.argv[0])"),
     ("quant/recipes/dialect_modelopt.py", "Path(p)"),
     # Local where the code before has asked.
-    ("staging/folder/stage.py", "Path(os.path.realpath(destination))"),
+    ("staging/folder/place.py", "Path(os.path.realpath(destination))"),
     ("staging/destination/check.py", "Path(os.path.realpath(source))"),
     ("staging/destination/check.py", "Path(os.path.realpath(path))"),
     ("staging/left_overs.py", "Path(os.path.realpath(location))"),
@@ -42,7 +42,7 @@ LOCAL = {
 """Every path that is made of a text and never of a location; anything else is `location(...)`."""
 
 SYSTEM_CALLS = {
-    "staging/folder/stage.py": {"os.path.realpath"},
+    "staging/folder/place.py": {"os.path.realpath"},
     "staging/destination/check.py": {"os.path.realpath", "os.access"},
     "formats/zarr/reader.py": {"os.scandir"},
     "staging/left_overs.py": {"os.path.realpath"},

@@ -20,7 +20,7 @@ from megtool.plan.execute import execute
 from megtool.plan.planner import build_plan
 from megtool.plan.work_units import FeedUnit
 from megtool.plan.work_units import plan_units as units_of
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.box import numel, strides
 from megtool.tensors.catalogue import Catalogue
@@ -124,7 +124,7 @@ def carried_out(
 ) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
-    stage = StagingFolder(folder, files=files or Files(), fingerprint=plan.fingerprint)
+    stage = open_stage(folder, files=files or Files(), fingerprint=plan.fingerprint)
     with stage:
         report = execute(plan, stage, files=stage.files, threads=2)
         stage.commit(fsync=False)

@@ -11,7 +11,7 @@ from megtool.options.execution import DigestMode
 from megtool.plan import execute, work_units
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.box import Boxes
 from megtool.tensors.placement import Placement
@@ -73,7 +73,7 @@ def test_chunks_reach_any_layout(raw, tmp_path, monkeypatch, saved, turned, mode
     monkeypatch.setattr(work_units, "UNIT_BYTES", 50_000)
     monkeypatch.setattr(encoded_chunks, "CACHE_BYTES", 1 << 16)
     job = plan(raw, root, random.Random(threads), turned=turned)
-    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+    with open_stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
         report = execute.execute(
             job, stage, files=Files(), threads=threads, memory_bytes=1 << 20, digest=mode
         )
@@ -96,7 +96,7 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, saved):
             raise KeyboardInterrupt
 
     def run(progress=None):
-        with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+        with open_stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
             report = execute.execute(job, stage, files=Files(), progress=progress)
             stage.commit(fsync=False)
         return report
@@ -146,7 +146,7 @@ def test_long_runs_of_cells_are_copied_by_the_kernel(raw, tmp_path, mode):
     job = build_plan(
         [PlanSource(catalogue=source, placements=places)], raw.destination(target), places
     )
-    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+    with open_stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
         report = execute.execute(job, stage, files=Files(), digest=mode)
         stage.commit(fsync=False)
     assert report.kernel_bytes == (wanted.nbytes if mode is DigestMode.NONE else 0)

@@ -18,7 +18,8 @@ from megtool.plan.execute import execute
 from megtool.plan.planner import build_plan
 from megtool.plan.summary import summarize
 from megtool.plan.worker import NUM_BUFFERS
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from tests.support.checkpoints.plan_layouts import LAYOUTS, build_layout, cast_arrays, place
 from tests.support.errors import raises
@@ -74,8 +75,8 @@ class Mean:
         destination = self.raw.destination(self.target, small_files={}, final_files={"done": b"1"})
         return build_plan(self.sources, destination, self.to, shares=shares)
 
-    def stage(self) -> StagingFolder:
-        return StagingFolder(self.folder / "out", files=Files(), fingerprint=self.plan.fingerprint)
+    def stage(self) -> Stage:
+        return open_stage(self.folder / "out", files=Files(), fingerprint=self.plan.fingerprint)
 
     def check(self, root: Any) -> None:
         found = self.raw.read(self.plan.target.catalogue, root)

@@ -24,7 +24,8 @@ from megtool.data.retro.chunk_database import (
 from megtool.data.retro.hdf5 import Hdf5Output, Hdf5Table, load_h5py
 from megtool.data.retro.settings import RetroSettings
 from megtool.errors import FormatError, UsageError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder.place import FolderPlace
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from megtool.storage.location.path import location, require_local
 
@@ -74,12 +75,13 @@ def write_chunk_database(
                 hint="write it with one sequence a document, as `megtool tokenize` does",
             )
     facts = repr((settings.to_json(), end_of_document, num_sampled, document_block_size))
-    with StagingFolder(
+    place = FolderPlace(
         project / DATABASE,
         files=files or Files(),
         fingerprint=hashlib.sha256(facts.encode()).hexdigest(),
         overwrite=overwrite,
-    ) as staging:
+    )
+    with Stage(place) as staging:
         infos, paths = [], []
         for (ratio, prefix), dataset in zip(settings.data, datasets, strict=True):
             folder = Path("individual") / prefix

@@ -15,7 +15,8 @@ from megtool.data.retro.chunk_database import read_infos
 from megtool.data.retro.hdf5 import Hdf5Output, Hdf5Table, load_h5py
 from megtool.data.retro.settings import RetroSettings, is_inside
 from megtool.errors import FormatError, UsageError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder.place import FolderPlace
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from megtool.storage.location.path import location, require_local
 
@@ -131,12 +132,13 @@ def write_neighbors(
         )
     num_database = sum(info.n_chunks_train for info in read_infos(project))
     facts = repr((neighbors.shape, settings.block_size))
-    with StagingFolder(
+    place = FolderPlace(
         project / QUERY / name,
         files=files or Files(),
         fingerprint=hashlib.sha256(facts.encode()).hexdigest(),
         overwrite=overwrite,
-    ) as staging:
+    )
+    with Stage(place) as staging:
         for block in plan_blocks(Path(), len(neighbors), settings.block_size):
             rows = np.asarray(neighbors[block.begin : block.end]).astype("<i8")
             if not NONE <= rows.min() <= rows.max() < num_database:

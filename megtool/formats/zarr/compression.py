@@ -12,7 +12,7 @@ from megtool.digests.crc32c import crc32c
 from megtool.dtypes import DType
 from megtool.errors import MissingPackageError, UsageError
 from megtool.process.threads import map_in_threads
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Destination
 
@@ -41,9 +41,7 @@ def codec_metadata(compression: str, dtype: DType) -> dict[str, Any]:
     return {"name": compression, "configuration": settings}
 
 
-def compress(
-    destination: Destination, stage: CheckpointStage, compression: str, *, threads: int = 1
-) -> int:
+def compress(destination: Destination, stage: Stage, compression: str, *, threads: int = 1) -> int:
     """Compress all chunks of a `plan_zarr_layout(compress=...)` whose raw bytes are in the stage;
     returns the number of bytes saved.
 

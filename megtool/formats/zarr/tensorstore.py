@@ -27,7 +27,7 @@ from megtool.formats.zarr.decoding import (
 from megtool.formats.zarr.folder import MANIFEST, V2_NAME, V3_NAME
 from megtool.formats.zarr.metadata import read_v2, read_v3
 from megtool.formats.zarr.ocdbt_listing import database_spec, list_metadata, read_value
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from megtool.storage.local_copy import kept_copy
 from megtool.tensors.catalogue import Catalogue, Destination, StoredFile
@@ -94,7 +94,7 @@ def open_database(folder: Path) -> Catalogue:
     return catalogue
 
 
-def write_database(destination: Destination, stage: CheckpointStage) -> None:
+def write_database(destination: Destination, stage: Stage) -> None:
     """Move the arrays of a staged zarr v3 folder into a database in the same folder.
 
     Every file of an array becomes the value of its path, and is then removed. If the run is stopped

@@ -47,7 +47,7 @@ KEPT_LOGITS_BYTES = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageLayers:
     """The part of a model on one rank, or in one virtual chunk of it.
 
     The stage with the head of a model with tied embeddings, or with layers of multi-token
@@ -176,7 +176,7 @@ class Decoder(LabelHead):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
         sequence_parallel: bool = False,
-        stage: Stage | None = None,
+        stage: StageLayers | None = None,
         vocab_multiple: int = VOCAB_MULTIPLE,
     ) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Decoder(LabelHead):
         check_whole(config, range(config.num_layers) if stage is None else stage.layers)
         groups = ProcessGroups.alone() if groups is None else groups
         check_exchange(config, groups.parallel)
-        stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
+        stage = StageLayers(layers=tuple(range(config.num_layers))) if stage is None else stage
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         multiple = vocab_multiple * groups.tp.size

@@ -21,7 +21,7 @@ from megtool.model.layers.param_attributes import mark
 from megtool.model.masks import Masks
 from megtool.model.positions.rotary import Rotary
 from megtool.model.stacks.cross_attention import CrossLayer
-from megtool.model.stacks.decoder import VOCAB_MULTIPLE, Block, Decoder, Stage
+from megtool.model.stacks.decoder import VOCAB_MULTIPLE, Block, Decoder, StageLayers
 from megtool.model.stacks.layer import TransformerLayer
 from megtool.parallel.pipeline_split import split_stacks
 from megtool.parallel.process_groups import ProcessGroups
@@ -69,7 +69,7 @@ class EncoderDecoder(Decoder):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
         sequence_parallel: bool = False,
-        stage: Stage | None = None,
+        stage: StageLayers | None = None,
         vocab_multiple: int = VOCAB_MULTIPLE,
     ) -> None:
         check_stacks(config)
@@ -246,7 +246,7 @@ def _biases(stack: Block, shared: RelativeBias | None) -> dict[int | None, Relat
     }
 
 
-def stack_stage(config: ModelConfig, groups: ProcessGroups) -> Stage:
+def stack_stage(config: ModelConfig, groups: ProcessGroups) -> StageLayers:
     """What a rank's pipeline stage has of both stacks.
 
     Raises:
@@ -255,7 +255,7 @@ def stack_stage(config: ModelConfig, groups: ProcessGroups) -> Stage:
     pp, second = groups.pp, groups.parallel.encoder_pp
     stacks = split_stacks(groups.parallel, config.num_layers, config.num_decoder_layers)
     encoder, decoder = (tuple(stack[pp.rank]) for stack in stacks)
-    return Stage(
+    return StageLayers(
         layers=decoder,
         embedding=pp.rank in (0, second),
         head=pp.is_last,

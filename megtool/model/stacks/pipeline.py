@@ -14,7 +14,7 @@ from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import KVCache
 from megtool.model.forward_context import ForwardContext
 from megtool.model.layers.param_attributes import mark
-from megtool.model.stacks.decoder import Decoder, Stage
+from megtool.model.stacks.decoder import Decoder, StageLayers
 from megtool.model.stacks.encoder_decoder import EncoderDecoder, stack_stage
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.context_parallel import own_tokens
@@ -42,7 +42,7 @@ def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> 
     norm = split.norm(config.num_layers, has_mtp=config.mtp.num_mtp_layers > 0)
     decoders = []
     for chunk in range(split.vpp):
-        part = Stage(
+        part = StageLayers(
             layers=tuple(split.layers_of(config.num_layers, stage, chunk)),
             embedding=(stage, chunk) == split.embedding,
             head=(stage, chunk) == split.loss,

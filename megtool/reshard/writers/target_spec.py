@@ -10,7 +10,7 @@ from megtool.convert.dialects import TargetView
 from megtool.megatron_state.extra_states.amax_report import AmaxReport
 from megtool.options.layout import ParallelConfig
 from megtool.plan.copies import DroppedItem, Fill
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.tensors.catalogue import Destination
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -57,7 +57,7 @@ class Target:
     replicated: list[str] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
-    finish: Callable[[CheckpointStage, int], None] | None = None
+    finish: Callable[[Stage, int], None] | None = None
     amax: AmaxReport | None = None
 
     def account(

@@ -18,7 +18,7 @@ from megtool.reshard.writers.target_spec import Target
 from megtool.run_state.checkpoint_objects import encode_stored_object
 from megtool.run_state.common_state import account_for_common
 from megtool.source.checkpoint import CheckpointSource, collect_small_files
-from megtool.staging.protocol import CheckpointStage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from megtool.tensors.box import numel
 from megtool.tensors.catalogue import Destination
@@ -98,7 +98,7 @@ def _finish(
     destination: Destination,
     codec: str | None,
     is_database: bool,
-    stage: CheckpointStage,
+    stage: Stage,
     threads: int,
 ) -> None:
     if codec is not None:

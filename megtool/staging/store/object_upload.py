@@ -106,7 +106,6 @@ class ObjectUpload:
         """See `PartTarget`."""
 
     def upload(self, writer: ObjectWriter, part: int, data: memoryview) -> UploadedPart:
-        """See `PartTarget`."""
         with writer.lock:
             if not writer.upload_id:
                 writer.upload_id = self._store.begin_upload(writer.path.key)
@@ -120,7 +119,6 @@ class ObjectUpload:
         """See `PartTarget`."""
 
     def complete(self, writer: ObjectWriter) -> ObjectInfo:
-        """See `PartTarget`."""
         if writer.completed is None:
             if not len(writer.layout):
                 put = put_once if self._create else _put

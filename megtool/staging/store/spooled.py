@@ -1,4 +1,4 @@
-"""A stage for files that are rewritten before they are complete: a local folder, uploaded whole."""
+"""A place for files that are rewritten before they are complete: a local folder, uploaded whole."""
 
 from __future__ import annotations
 
@@ -6,89 +6,88 @@ import contextlib
 import tempfile
 from collections.abc import Container, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from megtool.digests.crc32c import Sidecar
 from megtool.digests.files import FileDigests
 from megtool.errors import MegtoolError, StorageError
 from megtool.process.threads import map_in_threads
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder.place import FolderPlace
 from megtool.staging.publication import MARKERS
-from megtool.staging.store.stage import StoreStage
+from megtool.staging.store.place import StorePlace
 from megtool.storage.files import Files
 
 SMALL_BYTES = 64 << 10
 
 
-class SpooledStage:
-    """Writes a checkpoint to a temporary folder, and uploads it at the commit.
+class SpooledPlace:
+    """See `Place`: a temporary folder, whose files are uploaded at the commit.
 
     For compressed arrays and databases, whose files change until the last one is written. It takes
     as much space in the folder of temporary files as the checkpoint has, and resumes nothing but
     its uploads.
     """
 
-    def __init__(self, target: StoreStage) -> None:
+    def __init__(self, target: StorePlace) -> None:
         self._target = target
         self.files: Files = target.files
         self.tree: Path = target.tree
         self.resumed: set[int] = set()
         self.messages = target.messages
         self.digests = FileDigests()
-        self.sidecar: Sidecar | None = None
         self.is_file = target.is_file
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._local: StagingFolder | None = None
+        self._local: FolderPlace | None = None
 
     @property
     def destination(self) -> Path:
-        """See `CheckpointStage`."""
         return self._target.destination
 
     @property
     def staging(self) -> Path:
-        """See `CheckpointStage`."""
         return self._target.staging
 
+    @property
+    def is_over(self) -> bool:
+        return self._local is None and self._target.is_over
+
     def check(self) -> None:
-        """See `CheckpointStage`."""
         self._target.check()
 
-    def __enter__(self) -> SpooledStage:
-        self._target.__enter__()
+    def check_early(self) -> None:
+        self._target.check_early()
+
+    def enter(self) -> None:
+        self._target.enter()
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="megtool-")
-            self._local = StagingFolder(
+            self._local = FolderPlace(
                 Path(self._folder.name).resolve() / self._target.destination.name,
                 files=self.files,
                 fingerprint="",
                 is_file=self.is_file,
             )
-            self._local.__enter__()
+            self._local.enter()
         except OSError as e:
             error = StorageError(
                 f"there is no folder for temporary files: {e.strerror or e}",
                 hint="name one with space for the checkpoint in TMPDIR",
             )
-            self._target.__exit__(type(error), error, None)
+            self._leave_target()
             raise error from e
-        except BaseException as e:
-            self._target.__exit__(type(e), e, None)
+        except BaseException:
+            self._leave_target()
             raise
         self.tree, self.digests = self._local.tree, self._local.digests
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave_target(self) -> None:
+        with contextlib.suppress(MegtoolError):
+            self._target.leave()
+
+    def leave(self) -> None:
         try:
-            with contextlib.suppress(*[MegtoolError] if error else []):
-                self._close_local()
+            self._close_local()
         finally:
-            self._target.__exit__(kind, error, trace)
+            if not self._target.is_over:
+                self._target.leave()
 
     def _close_local(self) -> None:
         local, self._local = self._local, None
@@ -100,13 +99,13 @@ class SpooledStage:
             if folder is not None:
                 folder.cleanup()
 
-    def _require_local(self) -> StagingFolder:
+    def _require_local(self) -> FolderPlace:
         if self._local is None:
-            raise RuntimeError("a SpooledStage is used inside `with`")
+            raise RuntimeError("a stage is used inside `with`")
         return self._local
 
     def require_space(self, num_bytes: int) -> None:
-        """See `CheckpointStage`: in the folder of temporary files."""
+        """See `Place`: in the folder of temporary files."""
         try:
             self._require_local().require_space(num_bytes)
         except StorageError as e:
@@ -118,34 +117,30 @@ class SpooledStage:
             ) from e
 
     def path(self, relative: str) -> Path:
-        """See `CheckpointStage`."""
         return self._require_local().path(relative)
 
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
-        """See `CheckpointStage`."""
         return self._require_local().create(relative, num_bytes, cuts)
 
     def write(self, relative: str, data: bytes) -> Path:
-        """See `CheckpointStage`."""
         return self._require_local().write(relative, data)
 
     def follow(self, context: object) -> Container[int]:
-        """See `CheckpointStage`: nothing is finished."""
+        """See `Place`: nothing is finished."""
         return ()
 
     def finish(self, unit: int, note: str = "") -> None:
-        """See `CheckpointStage`."""
         self._require_local().finish(unit, note)
 
     def count_copied(self, planned: int) -> int:
-        """See `CheckpointStage`: everything is uploaded."""
+        """See `Place`: everything is uploaded."""
         return 0
 
     def complete_data(self, *, threads: int = 1) -> None:
-        """See `CheckpointStage`: files can be read where they are."""
+        """See `Place`: files can be read where they are."""
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
-        """See `CheckpointStage`.
+        """See `Place`.
 
         Raises:
             DestinationError: another program has written to the destination.
@@ -178,10 +173,8 @@ class SpooledStage:
             self.files.close(written)
 
     def describe_resume(self) -> str:
-        """See `CheckpointStage`."""
         return self._target.describe_resume()
 
     def discard(self) -> None:
-        """See `CheckpointStage`."""
         self._close_local()
         self._target.discard()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megtool.errors import DestinationError, StorageError
 from megtool.staging.manifest import list_run_files, worker_file
-from megtool.staging.workers.record import MAX_RECORD_BYTES
+from megtool.staging.record import MAX_RECORD_BYTES
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
 from megtool.storage.lock import LockFile

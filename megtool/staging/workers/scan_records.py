@@ -21,8 +21,8 @@ from megtool.staging.manifest import (
     worker_file,
 )
 from megtool.staging.workers.record_folder import RecordFolder, open_records
-from megtool.staging.workers.shared_folder import describe_state
 from megtool.storage.files import Files
+from megtool.storage.tree_state import describe_state
 from megtool.transport.reading.shared_scan import SharedScan
 
 Result = TypeVar("Result")

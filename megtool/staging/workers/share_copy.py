@@ -3,74 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
 
-from megtool.digests.files import FileDigests
 from megtool.errors import FormatError
-from megtool.plan.execute import CopyReport, PlanCopy, StagingArea
+from megtool.plan.execute import CopyReport, PlanCopy
 from megtool.plan.share import count_file_bytes, expected_file_bytes
 from megtool.plan.shares import Shares, split_units
 from megtool.plan.work_units import KernelUnit
 from megtool.process.worker_identity import WorkerIdentity
-from megtool.staging.workers.record import FileSections, WorkerRecord
+from megtool.staging.record import FileSections, WorkerRecord
+from megtool.staging.stage import Stage
 from megtool.tensors.catalogue import Catalogue
-
-
-class SharedStage(StagingArea, Protocol):
-    """A staging area that workers share: a `SharedStaging` on a file system, or one in a store.
-
-    In use, in `with`: unless `is_published`, and unless it has signed off already (`record`), a
-    worker copies its share and calls `sign_off`. Then it calls `begin_publication`, and commits if
-    it gets the records of all.
-    """
-
-    @property
-    def worker(self) -> WorkerIdentity | None:
-        """Which worker this process is."""
-
-    @property
-    def digests(self) -> FileDigests:
-        """Digests of what this process writes."""
-
-    @property
-    def record(self) -> WorkerRecord | None:
-        """The record of this worker, if it has signed off."""
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the destination is complete, from the same plan."""
-
-    @property
-    def publisher(self) -> int | None:
-        """Another worker that has begun to publish, if that is known."""
-
-    @property
-    def is_repeated(self) -> bool:
-        """Whether an earlier publication was interrupted."""
-
-    @property
-    def rewrites_data(self) -> bool:
-        """Whether a publication changes data that workers wrote."""
-
-    @property
-    def has_all_digests(self) -> bool:
-        """Whether `digests` has followed everything that this worker wrote."""
-
-    def require_space(self, num_bytes: int) -> None:
-        """Check that so many bytes fit."""
-
-    def sign_off(self, record: WorkerRecord, paths: Sequence[Path], *, fsync: bool) -> None:
-        """Record that the share of this worker is complete, in these files."""
-
-    def check_files(self, record: WorkerRecord, sizes: Mapping[str, int]) -> None:
-        """Refuse a record of files that are not there as its worker left them."""
-
-    def find_missing(self) -> list[int]:
-        """The workers that have not signed off."""
-
-    def begin_publication(self) -> list[WorkerRecord] | None:
-        """Become the one that publishes, and read all records; None if another one does or has."""
 
 
 def own_units(copy: PlanCopy, worker: WorkerIdentity) -> list[int]:
@@ -82,8 +24,7 @@ def own_units(copy: PlanCopy, worker: WorkerIdentity) -> list[int]:
 
 def copy_share(
     copy: PlanCopy,
-    stage: SharedStage,
-    worker: WorkerIdentity,
+    stage: Stage,
     fingerprint: str,
     *,
     expected: Mapping[str, int],
@@ -95,6 +36,8 @@ def copy_share(
         DigestError: a tensor that this worker has read whole does not have its expected digest.
         SourceChangedError, StorageError: see `PlanCopy.run`.
     """
+    run = stage.require_run()
+    worker = run.worker
     own, share = own_units(copy, worker), copy.plan.share
     written = copy.plan.target.catalogue.files
     numbers = sorted({f for n in own for f in copy.units[n].files})
@@ -112,7 +55,7 @@ def copy_share(
         tensors=context.digests.parts(),
         files={
             written[n].path: _sections(stage.digests.sections_of(copy.path(n)))
-            if stage.has_all_digests
+            if run.has_all_digests
             else None
             for n in numbers
         },
@@ -129,7 +72,7 @@ def copy_share(
         rounded=dict(context.rounded),
         fed_overflowed=dict(context.fed_overflowed),
     )
-    stage.sign_off(record, [copy.path(n) for n in numbers], fsync=fsync)
+    run.sign_off(record, [copy.path(n) for n in numbers], fsync=fsync)
     return record
 
 
@@ -145,7 +88,7 @@ def _sections(crcs: list[int] | None) -> FileSections | None:
 
 def merge_shares(
     copy: PlanCopy,
-    stage: SharedStage,
+    stage: Stage,
     records: Sequence[WorkerRecord],
     *,
     expected: Mapping[str, int],
@@ -157,14 +100,15 @@ def merge_shares(
         FormatError: a record is not of this plan.
         SourceChangedError, StorageError: see `PlanCopy.run`.
     """
+    run = stage.require_run()
     shares = None if copy.plan.share is not None else split_units(copy.units, len(records))
     written = copy.plan.target.catalogue.files
     late = [] if shares is None else sorted(shares.late)
     if shares is None:
         check_coverage(copy.plan.target.catalogue, records)
-    compares_all = stage.is_repeated and (stage.rewrites_data or bool(late))
+    compares_all = run.is_repeated and (run.rewrites_data or bool(late))
     for record in [] if compares_all else records:
-        stage.check_files(record, {file.path: file.size for file in written})
+        run.check_files(record, {file.path: file.size for file in written})
     copy.create(range(len(written)))
     copy.write_headers()
     if compares_all:
@@ -220,7 +164,7 @@ def _not_of_this_plan(record: WorkerRecord, why: object) -> FormatError:
 
 
 def _merge_record(
-    copy: PlanCopy, stage: SharedStage, shares: Shares | None, record: WorkerRecord
+    copy: PlanCopy, stage: Stage, shares: Shares | None, record: WorkerRecord
 ) -> None:
     """Add what a worker did to the context of the publisher.
 

@@ -7,10 +7,13 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megtool.errors import UsageError
 from megtool.storage.objects.object_path import BUCKET_PARTS, ObjectPath
+
+if TYPE_CHECKING:
+    from megtool.storage.stores.protocol import Store
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
 _ONE_SLASH = re.compile(r"(s3|gs|az|https?|hf|memory|msc|file):/(?!/).*", re.DOTALL | re.IGNORECASE)
@@ -95,6 +98,11 @@ def require_local(path: Path, name: str) -> None:
 def is_remote(path: Path) -> bool:
     """Whether a path is in an object store."""
     return isinstance(path, StorePath)
+
+
+def find_copying_store(path: Path) -> Store | None:
+    """Return the store of a path, if it copies between its own objects; None for any other."""
+    return path.store if isinstance(path, StorePath) and path.store.can_copy else None
 
 
 class StorePath(ObjectPath):

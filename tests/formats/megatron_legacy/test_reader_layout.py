@@ -25,7 +25,7 @@ from megtool.pickles.writer import make_namespace
 from megtool.plan import execute
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue, Destination
 from megtool.tensors.placement import Placement
@@ -54,7 +54,7 @@ def copied(source: Catalogue, target: Destination, out: Path) -> None:
         for t in source.tensors
     }
     plan = build_plan([PlanSource(catalogue=source, placements=same)], target, same)
-    with StagingFolder(out, files=Files(), fingerprint=plan.fingerprint) as stage:
+    with open_stage(out, files=Files(), fingerprint=plan.fingerprint) as stage:
         execute.execute(plan, stage, files=Files(), threads=2)
         stage.commit(fsync=False)
 

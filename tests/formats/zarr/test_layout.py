@@ -22,7 +22,7 @@ from megtool.formats.zarr.layout import (
 from megtool.plan import execute
 from megtool.plan.copies import PlanSource
 from megtool.plan.planner import build_plan
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.box import numel
 from megtool.tensors.catalogue import Catalogue, Destination, Extents, StoredFile
@@ -63,7 +63,7 @@ def write(
 ) -> int:
     places = {t.name: Placement.identity(t.name, t.shape) for t in held.tensors}
     plan = build_plan([PlanSource(catalogue=held, placements=places)], target, places)
-    with StagingFolder(root, files=Files(), fingerprint=plan.fingerprint) as stage:
+    with open_stage(root, files=Files(), fingerprint=plan.fingerprint) as stage:
         report = execute.execute(plan, stage, files=Files(), threads=2)
         if how:
             compress(target, stage, how, threads=2)

@@ -15,7 +15,7 @@ from megtool.convert.megatron.hybrid_pattern import parse_pattern
 from megtool.errors import LayoutError, MappingError
 from megtool.model.attention.indexer import highest
 from megtool.model.batch import Batch
-from megtool.model.stacks.decoder import Decoder, Stage
+from megtool.model.stacks.decoder import Decoder, StageLayers
 from megtool.options.layout import ParallelConfig
 from megtool.source.open import open_source
 from megtool.spec.model_config import ModelConfig
@@ -66,8 +66,8 @@ def test_few_tokens_are_all_chosen() -> None:
 
 def test_a_stage_without_the_layer_that_chooses_is_refused() -> None:
     with raises(LayoutError, 1, 0, hint="--pipeline-layout"):
-        Decoder(SPARSE, stage=Stage(layers=(1,), embedding=False))
-    Decoder(SPARSE, stage=Stage(layers=(0, 1), embedding=False))
+        Decoder(SPARSE, stage=StageLayers(layers=(1,), embedding=False))
+    Decoder(SPARSE, stage=StageLayers(layers=(0, 1), embedding=False))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import ContiguousCache
 from megtool.model.stacks import decoder as module
-from megtool.model.stacks.decoder import Decoder, Stage, check_direction, rows_of_rank
+from megtool.model.stacks.decoder import Decoder, StageLayers, check_direction, rows_of_rank
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.spec.model_config import ModelConfig
@@ -84,9 +84,9 @@ def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
     config = ModelConfig.from_fields(**SIZES | more)
     whole, tokens = make_decoder(config), random_batch(2, 7)
     stages = [
-        Stage(layers=(0,), head=False),
-        Stage(layers=(1, 2), embedding=False, head=False),
-        Stage(layers=(3,), embedding=False),
+        StageLayers(layers=(0,), head=False),
+        StageLayers(layers=(1, 2), embedding=False, head=False),
+        StageLayers(layers=(3,), embedding=False),
     ]
     x_TH: Any = None
     names: list[str] = []

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import DestinationError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 
 
 def refuse(words: str, destination: Path, *sources: Path, **options: bool) -> DestinationError:
-    stage = StagingFolder(destination, files=Files(), fingerprint="f", sources=sources, **options)
+    stage = open_stage(destination, files=Files(), fingerprint="f", sources=sources, **options)
     with pytest.raises(DestinationError, match=words) as caught:
         stage.check()
     with pytest.raises(DestinationError, match=words), stage:
@@ -48,7 +48,7 @@ def test_source_and_destination_lie_apart(source: Path, overwrite: bool) -> None
     ]:
         refuse("inside the other", destination, origin, overwrite=overwrite)
     refuse("inside the other", file, file, is_file=True, overwrite=overwrite)
-    stage = StagingFolder(source / "inner" / "out", files=Files(), fingerprint="f", sources=[file])
+    stage = open_stage(source / "inner" / "out", files=Files(), fingerprint="f", sources=[file])
     stage.check()
 
 
@@ -72,7 +72,7 @@ def test_what_exists_is_kept_unless_told(tmp_path: Path) -> None:
 
 def test_an_empty_folder_counts_as_absent(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with StagingFolder(tmp_path / "out", files=Files(), fingerprint="f") as stage:
+    with open_stage(tmp_path / "out", files=Files(), fingerprint="f") as stage:
         stage.write("a", b"a")
         stage.commit()
     assert os.listdir(tmp_path / "out") == ["a"]

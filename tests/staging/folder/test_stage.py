@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.errors import raises
@@ -40,10 +41,10 @@ def load(folder: Path) -> dict[str, bytes] | None:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in found}
 
 
-def reshard(files: Files, root: Path, *, overwrite: bool = False) -> StagingFolder:
+def reshard(files: Files, root: Path, *, overwrite: bool = False) -> Stage:
     """A job in units: copies `root/source` to `root/out`, two files by size, one at once."""
     source = root / "source"
-    stage = StagingFolder(
+    stage = open_stage(
         root / "out",
         files=files,
         fingerprint="f",
@@ -147,8 +148,8 @@ def test_a_real_kill(root: Path, share: float) -> None:
 # ---- resuming
 
 
-def stop_after(root: Path, units: int, **changes: str) -> StagingFolder:
-    stage = StagingFolder(root / "out", files=Files(), fingerprint=changes.get("fingerprint", "f"))
+def stop_after(root: Path, units: int, **changes: str) -> Stage:
+    stage = open_stage(root / "out", files=Files(), fingerprint=changes.get("fingerprint", "f"))
 
     def work() -> None:
         with stage:
@@ -165,14 +166,14 @@ def stop_after(root: Path, units: int, **changes: str) -> StagingFolder:
 def test_a_stopped_run_says_how_to_resume(root: Path) -> None:
     stage = stop_after(root, 3)
     assert f"3 finished parts are kept in {root / '.out.megtool'}" in stage.messages[-1]
-    with StagingFolder(root / "out", files=Files(), fingerprint="f") as again:
+    with open_stage(root / "out", files=Files(), fingerprint="f") as again:
         assert again.resumed == {0, 1, 2}
-        assert again.notes[2] == "note 2"
+        assert again.place.notes[2] == "note 2"
         assert again.messages == ["resuming: 3 parts are finished already"]
 
 
 def test_a_run_that_finished_nothing_leaves_nothing(root: Path) -> None:
-    stage = StagingFolder(root / "new" / "er" / "out", files=Files(), fingerprint="f")
+    stage = open_stage(root / "new" / "er" / "out", files=Files(), fingerprint="f")
     with raises(StorageError, id="no-space"), stage:
         stage.require_space(1 << 60)
     assert os.listdir(root) == ["source"]
@@ -180,7 +181,7 @@ def test_a_run_that_finished_nothing_leaves_nothing(root: Path) -> None:
 
 def test_another_job_starts_anew(root: Path) -> None:
     stop_after(root, 3, fingerprint="another")
-    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
+    with open_stage(root / "out", files=Files(), fingerprint="f") as stage:
         assert not stage.resumed
         assert "discarded 3 finished parts" in stage.messages[0]
         assert load(stage.tree) == {}
@@ -189,20 +190,20 @@ def test_another_job_starts_anew(root: Path) -> None:
 def test_what_a_restart_of_the_machine_may_have_lost_is_done_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
+    with open_stage(root / "out", files=Files(), fingerprint="f") as stage:
         stage.write("a.bin", b"a")
         stage.finish(0)
-        stage.flush(threads=2)
+        stage.place.flush(threads=2)
         stage.finish(1)
     monkeypatch.setattr("megtool.staging.folder.journal.boot_id", lambda _: "another")
-    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
+    with open_stage(root / "out", files=Files(), fingerprint="f") as stage:
         assert stage.resumed == {0}
         assert "1 parts may not have reached the disk" in stage.messages[0]
 
 
 def test_discard_leaves_nothing(root: Path) -> None:
     stop_after(root, 3)
-    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
+    with open_stage(root / "out", files=Files(), fingerprint="f") as stage:
         stage.discard()
     assert os.listdir(root) == ["source"]
 
@@ -233,7 +234,7 @@ def test_everything_is_flushed_before_and_after_the_rename(root: Path) -> None:
 
 def test_without_fsync_nothing_is_flushed(root: Path) -> None:
     files = FaultyFiles()
-    with StagingFolder(root / "out", files=files, fingerprint="f") as stage:
+    with open_stage(root / "out", files=files, fingerprint="f") as stage:
         stage.write("a", b"a")
         stage.commit(fsync=False)
     assert "fsync" not in files.calls
@@ -242,7 +243,7 @@ def test_without_fsync_nothing_is_flushed(root: Path) -> None:
 
 def test_new_folders_above_are_flushed_as_well(root: Path) -> None:
     files = FaultyFiles()
-    with StagingFolder(root / "x" / "y" / "out", files=files, fingerprint="f") as stage:
+    with open_stage(root / "x" / "y" / "out", files=files, fingerprint="f") as stage:
         stage.commit()
     assert files.calls.count("fsync") == 1 + 2 + 3 + 1  # tree; journal, stage; y, x, root; stage
     assert load(root / "x" / "y" / "out") == {}
@@ -289,7 +290,7 @@ class Quiet:
 def test_a_single_file_is_a_checkpoint_too(root: Path) -> None:
     out = root / "out.safetensors"
     for text in (b"first", b"second"):
-        stage = StagingFolder(out, files=Files(), fingerprint="f", is_file=True, overwrite=True)
+        stage = open_stage(out, files=Files(), fingerprint="f", is_file=True, overwrite=True)
         with stage:
             stage.create("", 10)
             stage.write("", text)
@@ -301,7 +302,7 @@ def test_a_single_file_is_a_checkpoint_too(root: Path) -> None:
 
 def test_what_appears_meanwhile_is_not_replaced(root: Path) -> None:
     out = root / "out"
-    with StagingFolder(out, files=Files(), fingerprint="f") as stage:
+    with open_stage(out, files=Files(), fingerprint="f") as stage:
         stage.write("a", b"a")
         stage.finish(0)
         save(out, OLD)
@@ -339,7 +340,7 @@ def test_a_linked_destination_is_followed(root: Path) -> None:
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/../../x", "/etc/x", "a\0b"])
 def test_no_path_leads_out(root: Path, name: str) -> None:
     with (
-        StagingFolder(root / "out", files=Files(), fingerprint="f") as stage,
+        open_stage(root / "out", files=Files(), fingerprint="f") as stage,
         raises(FormatError, id="unsafe-path"),
     ):
         stage.path(name)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import DestinationError, FormatError
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
+from megtool.staging.stage import Stage
 from megtool.storage.files import Files
 from tests.support.errors import raises
 
@@ -69,8 +70,8 @@ PLANTS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def run(out: Path) -> StagingFolder:
-    stage = StagingFolder(out, files=Files(), fingerprint="f")
+def run(out: Path) -> Stage:
+    stage = open_stage(out, files=Files(), fingerprint="f")
     with stage:
         stage.require_space(10)
         path = stage.create("a.bin", 10)
@@ -85,7 +86,7 @@ def run(out: Path) -> StagingFolder:
 
 def interrupt(out: Path) -> Path:
     """A staging folder from which a run resumes."""
-    stage = StagingFolder(out, files=Files(), fingerprint="f")
+    stage = open_stage(out, files=Files(), fingerprint="f")
 
     def work() -> None:
         with stage:
@@ -132,7 +133,7 @@ def test_nothing_is_opened_through_a_plant(
 @pytest.mark.parametrize("kind", PLANTS)
 def test_the_staging_folder_itself(tmp_path: Path, victim: Path, kind: str) -> None:
     PLANTS[kind](tmp_path / ".out.megtool", victim)
-    for act in (run, lambda out: StagingFolder(out, files=Files(), fingerprint="f").check()):
+    for act in (run, lambda out: open_stage(out, files=Files(), fingerprint="f").check()):
         with raises(DestinationError, file=tmp_path / ".out.megtool", hint=True):
             act(tmp_path / "out")
 
@@ -148,7 +149,7 @@ def test_a_staging_folder_that_others_may_write_in(tmp_path: Path, mode: int) ->
 def test_a_staging_folder_is_closed_to_others(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        with StagingFolder(tmp_path / "out", files=Files(), fingerprint="f") as stage:
+        with open_stage(tmp_path / "out", files=Files(), fingerprint="f") as stage:
             assert stat.S_IMODE(stage.staging.stat().st_mode) == 0o700
             assert stat.S_IMODE(stage.tree.stat().st_mode) == 0o777  # the checkpoint's own mode
     finally:
@@ -182,7 +183,7 @@ def test_a_file_system_that_gives_new_files_to_another_user(tmp_path: Path) -> N
             return fd
 
     for _ in range(2):
-        stage = StagingFolder(tmp_path / "out", files=Squashed(), fingerprint="f", overwrite=True)
+        stage = open_stage(tmp_path / "out", files=Squashed(), fingerprint="f", overwrite=True)
         with stage:
             stage.write("a", b"a")
             stage.commit()
@@ -198,7 +199,7 @@ def test_overwrite_replaces_no_special_file(
     PLANTS[kind](out, victim)
     (tmp_path / "link").symlink_to("out")
     for name in ("out", "link"):
-        stage = StagingFolder(
+        stage = open_stage(
             tmp_path / name, files=Files(), fingerprint="f", overwrite=True, is_file=is_file
         )
         with raises(DestinationError, kind, file=out, hint=True):
@@ -209,7 +210,7 @@ def test_overwrite_replaces_no_special_file(
 
 
 def test_overwrite_replaces_no_device() -> None:
-    stage = StagingFolder(
+    stage = open_stage(
         Path("/dev/null"), files=Files(), fingerprint="f", overwrite=True, is_file=True
     )
     with raises(DestinationError, "character device", file="/dev/null"):
@@ -223,7 +224,7 @@ def test_a_folder_with_a_special_file_is_no_checkpoint(
     out = tmp_path / "out"
     (out / "deep").mkdir(parents=True)
     PLANTS[kind](out / "deep" / "x", victim)
-    stage = StagingFolder(out, files=Files(), fingerprint="f", overwrite=True)
+    stage = open_stage(out, files=Files(), fingerprint="f", overwrite=True)
     with raises(DestinationError, kind, file=out / "deep" / "x", hint=True), stage:
         pass
     assert os.listdir(out / "deep") == ["x"]

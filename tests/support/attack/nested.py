@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.stage import Stage
 from tests.support.attack import specimens
 from tests.support.attack.child import PATIENCE, run, start
 from tests.support.attack.outcome import Outcome
@@ -65,14 +65,14 @@ def _try(root: Path, outer: str, inner: str, *, is_outer_first: bool) -> str | N
 
 def _stop_when_locked() -> None:
     """Make this process stop itself when it has locked its destination."""
-    enter = StagingFolder.__enter__
+    enter = Stage.__enter__
 
-    def stop(stage: StagingFolder) -> StagingFolder:
+    def stop(stage: Stage) -> Stage:
         entered = enter(stage)
         os.kill(os.getpid(), signal.SIGSTOP)
         return entered
 
-    StagingFolder.__enter__ = stop  # type: ignore[method-assign]
+    Stage.__enter__ = stop  # type: ignore[method-assign]
 
 
 def _wait_until_stopped(pid: int, folder: Path) -> bool:

@@ -31,7 +31,7 @@ from megtool.quant.packed_tensors.hf_config import (
     with_quantization,
 )
 from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -270,7 +270,7 @@ def carried_out(
 ) -> Path:
     """A folder made by feeds."""
     plan = planned(source, made, known=known, config=config)
-    stage = StagingFolder(to, files=files or Files(), fingerprint=plan.fingerprint)
+    stage = open_stage(to, files=files or Files(), fingerprint=plan.fingerprint)
     with stage:
         execute(plan, stage, files=stage.files, threads=1, memory_bytes=memory_bytes)
         stage.commit(fsync=False)

@@ -15,7 +15,7 @@ from megtool.plan import execute, work_units
 from megtool.process import threads as work_threads
 from megtool.staging import nested_runs
 from megtool.storage import lock
-from megtool.storage.location import index as store_index
+from megtool.storage.objects import index as store_index
 from megtool.storage.objects import lease, open_objects, part_layout
 from megtool.storage.objects import probe as store_probe
 from megtool.storage.stores import memory as memory_store

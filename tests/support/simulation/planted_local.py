@@ -14,7 +14,7 @@ from megtool.errors import StorageError
 from megtool.plan import execute
 from megtool.plan.worker import Worker
 from megtool.staging.folder import journal
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder.place import FolderPlace
 from megtool.storage.files import Files
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -164,10 +164,10 @@ def _removes_before_rename() -> AbstractContextManager[Any]:
 def _old_not_restored() -> AbstractContextManager[Any]:
     """What an interrupted run has moved away is removed with the rest."""
 
-    def forget(self: StagingFolder, record: object) -> None:
-        self.files.remove(self._replaced)
+    def forget(self: FolderPlace, record: object) -> None:
+        self.files.remove(self.former)
 
-    return patch.object(StagingFolder, "_put_old_back", forget)
+    return patch.object(FolderPlace, "put_old_back", forget)
 
 
 def _short_writes_believed() -> AbstractContextManager[Any]:

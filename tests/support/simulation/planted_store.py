@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 from megtool.staging import publication as store_publish
 from megtool.staging.publication import Publication
-from megtool.staging.store import stage as store_stage
+from megtool.staging.store import place as store_place
+from megtool.staging.store.place import StorePlace
 from megtool.staging.store.resume import EarlierObjects
-from megtool.staging.store.stage import StoreStage
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.lease import Lease
 from megtool.storage.objects.writer import ObjectWriter
@@ -22,15 +22,15 @@ from tests.support.simulation.planted_local import Plant
 
 def _marker_before_data() -> AbstractContextManager[Any]:
     """The file that makes a checkpoint complete appears before the data."""
-    original = StoreStage.commit
+    original = StorePlace.commit
 
-    def commit(self: StoreStage, **options: Any) -> None:
+    def commit(self: StorePlace, **options: Any) -> None:
         self._begin_publishing()
         for name in self._last:
             store_publish.put_once(self.path(name), self._small[name])
         original(self, **options)
 
-    return patch.object(StoreStage, "commit", commit)
+    return patch.object(StorePlace, "commit", commit)
 
 
 def _marker_not_last() -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ def _marker_not_last() -> AbstractContextManager[Any]:
     def order(names: Any, last: Sequence[str] = ()) -> list[str]:
         return sorted(names)
 
-    return patch.object(store_stage, "publishing_order", order)
+    return patch.object(store_place, "publishing_order", order)
 
 
 def _marker_removed_late() -> AbstractContextManager[Any]:
@@ -61,7 +61,7 @@ def _conflict_is_success() -> AbstractContextManager[Any]:
         except ConditionError:
             return path.store.head(path.key)
 
-    return patch.object(store_stage, "put_once", put_once)
+    return patch.object(store_place, "put_once", put_once)
 
 
 def _conflict_is_failure() -> AbstractContextManager[Any]:
@@ -70,7 +70,7 @@ def _conflict_is_failure() -> AbstractContextManager[Any]:
     def put_once(path: StorePath, data: Any) -> Any:
         return path.store.put(path.key, data, create=True)
 
-    return patch.object(store_stage, "put_once", put_once)
+    return patch.object(store_place, "put_once", put_once)
 
 
 def _part_left_out() -> AbstractContextManager[Any]:
@@ -91,7 +91,7 @@ def _journal_over_store() -> AbstractContextManager[Any]:
 
 def _plan_not_compared() -> AbstractContextManager[Any]:
     """Uploads of another plan are taken up."""
-    return patch.object(StoreStage, "_identity", lambda self: "any plan")
+    return patch.object(StorePlace, "identity", lambda self: "any plan")
 
 
 def _part_size_not_compared() -> AbstractContextManager[Any]:
@@ -118,7 +118,7 @@ def _parts_not_listed() -> AbstractContextManager[Any]:
 
 def _uploads_not_aborted() -> AbstractContextManager[Any]:
     """Uploads of other plans stay in the store."""
-    return patch.object(StoreStage, "_abort_uploads", lambda self: None)
+    return patch.object(StorePlace, "abort_uploads", lambda self: None)
 
 
 def _upload_not_remembered() -> AbstractContextManager[Any]:

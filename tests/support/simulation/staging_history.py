@@ -12,7 +12,9 @@ from megtool.errors import MegtoolError
 from megtool.options.execution import ExecutionOptions
 from megtool.plan.execute import CopyReport
 from megtool.reshard.staged_write import write_staged
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.folder.place import FolderPlace
+from megtool.staging.open_stage import open_stage
+from megtool.staging.stage import Stage
 from tests.support.simulation.disk import SimulatedDisk
 from tests.support.simulation.environment import Violation, simulated
 from tests.support.simulation.history import SeededHistory, describe
@@ -31,13 +33,13 @@ OUT = f"{HOME}/out"
 OLD: Tree = {"old.bin": b"former" * 30, "deep/old.json": b"{}"}
 
 
-class WatchedStage(StagingFolder):
-    """A staging folder that tells which units it has finished."""
+class WatchedPlace(FolderPlace):
+    """A folder that tells which units it has finished."""
 
     finished: set[int]
 
     def finish(self, unit: int, note: str = "") -> None:
-        """See `StagingFolder.finish`."""
+        """See `Place`."""
         super().finish(unit, note)
         self.finished.add(unit)
 
@@ -109,7 +111,7 @@ class StagingHistory(SeededHistory):
     def write(self, process: Process, tiny: TinyPlan, faults: LocalFaults) -> CopyReport:
         """One run of the engine."""
         files = SimulatedFiles(self.disk, process, faults)
-        stage = WatchedStage(
+        place = WatchedPlace(
             Path(OUT),
             files=files,
             fingerprint=tiny.plan.fingerprint,
@@ -117,12 +119,12 @@ class StagingHistory(SeededHistory):
             is_file=tiny.is_file,
             sources=[Path(HOME) / f"source{tiny.number}"],
         )
-        stage.finished = set()
+        place.finished = set()
         try:
-            return run_engine(tiny, stage)
+            return run_engine(tiny, Stage(place))
         finally:
             if process.is_dead:
-                self.finished.setdefault(tiny.number, set()).update(stage.finished)
+                self.finished.setdefault(tiny.number, set()).update(place.finished)
 
     def attempt(self, *runs: tuple[TinyPlan, LocalFaults, int]) -> list[Process]:
         """Run processes, each `(plan, faults, the call at which it dies)`, until all have ended."""
@@ -236,7 +238,7 @@ class StagingHistory(SeededHistory):
             self.crash()
 
 
-def run_engine(tiny: TinyPlan, stage: StagingFolder) -> CopyReport:
+def run_engine(tiny: TinyPlan, stage: Stage) -> CopyReport:
     """Execute a plan and commit it, as `reshard` does."""
     options = ExecutionOptions(threads=1, memory="1MiB", digest=tiny.digest)
     finish: Any = (lambda copied: None) if tiny.is_file else None
@@ -258,7 +260,7 @@ def planned(number: int) -> TinyPlan:
     def write(process: Process) -> CopyReport:
         files = SimulatedFiles(disk, process, LocalFaults(scheduler.rng))
         fingerprint = tiny.plan.fingerprint
-        stage = StagingFolder(Path(OUT), files=files, fingerprint=fingerprint, is_file=tiny.is_file)
+        stage = open_stage(Path(OUT), files=files, fingerprint=fingerprint, is_file=tiny.is_file)
         return run_engine(tiny, stage)
 
     process = scheduler.process(write)

@@ -18,7 +18,7 @@ import pytest
 from megtool import verify
 from megtool.errors import DestinationError, StorageError
 from megtool.formats.save_folder import find_iteration
-from megtool.staging.folder.stage import StagingFolder
+from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.train.checkpointing.save import TorchDistSaver
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
@@ -296,7 +296,7 @@ def test_no_run_inside_a_folder_that_another_is_about_to_replace(
 ) -> None:
     for inner in ("out", "out/run"):
         with (
-            StagingFolder(tmp_path / "out", files=Files(), fingerprint="f"),
+            open_stage(tmp_path / "out", files=Files(), fingerprint="f"),
             raises(DestinationError, os.getpid()),
             run.saver(tmp_path / inner),
         ):

@@ -1,4 +1,4 @@
-"""A checkpoint under construction in an object store, the counterpart of `StagingFolder`."""
+"""A prefix, or an object, of a store: uploaded in parts, which appear together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import json
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from megtool.console import several
-from megtool.digests.crc32c import Sidecar
 from megtool.digests.files import FileDigests
 from megtool.errors import (
     MegtoolError,
@@ -19,9 +17,14 @@ from megtool.errors import (
     StorageError,
 )
 from megtool.process.threads import map_in_threads
-from megtool.staging.destination.store_check import check_free, check_surroundings, has_objects
+from megtool.staging.destination.store_check import (
+    check_free,
+    check_object,
+    check_surroundings,
+    has_objects,
+)
 from megtool.staging.manifest import workers_have_begun
-from megtool.staging.protocol import check_inside
+from megtool.staging.place import SharedRun, check_inside
 from megtool.staging.publication import (
     LEASE,
     RUN,
@@ -66,8 +69,8 @@ UPLOADS, JOURNAL = "uploads", "journal"
 UPLOAD_THREADS = 8
 
 
-class StoreStage:
-    """Objects that are uploaded in parts, and appear together: see `CheckpointStage`.
+class StorePlace:
+    """See `Place`: objects that are uploaded in parts, and appear together.
 
     Data objects are uploads until all parts are there, and nothing sees them; one of a single part
     is put at once where nothing is replaced. Beside the destination, `.NAME.megtool/` holds `run`
@@ -75,16 +78,7 @@ class StoreStage:
     units) and, from the first visible object to the last, `publishing`.
 
     A run that ends early leaves its uploads, and the next one with the same `fingerprint` goes on
-    from the parts that the store lists. `messages` are for the user.
-
-    Args:
-        destination: The prefix, or the object, that is written.
-        files: Opens the objects for those who write them.
-        fingerprint: Names the plan: another one starts anew.
-        overwrite: What is at the destination may be replaced; it is removed when publishing begins.
-        is_file: The checkpoint is one object.
-        sources: What is read, which the destination must not overlap.
-        is_unsafe: Take a store that ignores conditions.
+    from the parts that the store lists.
     """
 
     def __init__(
@@ -102,37 +96,38 @@ class StoreStage:
         self.staging = staging_prefix(destination)
         self.tree: Path = destination
         self.resumed: set[int] = set()
-        self.notes: dict[int, str] = {}
         self.messages: list[str] = []
         self.digests = FileDigests()
-        self.sidecar: Sidecar | None = None
         self.is_file = is_file
+        self.run: SharedRun | None = None
+        self.add_fragments: Callable[[ObjectWriter, int], None] = lambda _, __: None
+        self.publish_lease: Lease | None = None  # of a worker that publishes
         self.copied_bytes = self.uploaded_bytes = 0
-        self._store = destination.store
-        self._fingerprint, self._overwrite = fingerprint, overwrite
-        self._sources, self._is_unsafe = sources, is_unsafe
+        self.store = destination.store
+        self.fingerprint, self.overwrite = fingerprint, overwrite
+        self.sources, self.is_unsafe = sources, is_unsafe
         self._plan_parts: Callable[[], Mapping[str, FileParts]] = dict
         self._last: Sequence[str] = ()
         self._parts: Mapping[str, FileParts] | None = None
-        self._publication = Publication(destination)
-        self._buffers = PartBuffers()
-        self._transfers = UploadPool(1, 0)
-        self._writers: list[ObjectWriter] = []
-        self._numbers: dict[ObjectPath, int] = {}
-        self._earlier = EarlierObjects(self._staged_path(UPLOADS))
+        self.publication = Publication(destination)
+        self.buffers = PartBuffers()
+        self.transfers = UploadPool(1, 0)
+        self.writers: list[ObjectWriter] = []
+        self.numbers: dict[ObjectPath, int] = {}
+        self.earlier = EarlierObjects(self.staged_path(UPLOADS))
         self._small: dict[str, bytes] = {}
-        self._records: dict[int, UnitRecord] = {}
+        self.records: dict[int, UnitRecord] = {}
         self._finished: set[int] = set()
-        self._by_number: dict[int, ObjectWriter] = {}
+        self.by_number: dict[int, ObjectWriter] = {}
         self._units = UnitTracker(self._add_record)
-        self._replaces = self._is_complete = self._committed = self._is_following = False
-        self._has_leftovers = False  # of an earlier run, beside the destination
+        self.replaces = self._is_complete = self.is_over = self._is_following = False
+        self.has_leftovers = False  # of an earlier run, beside the destination
         self._overflows: Callable[[], bool] = bool
         self._mutex = threading.Lock()
-        self._trace = ""  # what stays beside a complete checkpoint
-        self._lease: Lease | None = None
-        self._journal: StoreJournal | None = None
-        self._staged: StagedObjects | None = None
+        self.trace = ""  # what stays beside a complete checkpoint
+        self.lease: Lease | None = None
+        self.journal: StoreJournal | None = None
+        self.staged: StagedObjects | None = None
 
     def follow_plan(
         self, parts: Callable[[], Mapping[str, FileParts]], *, last: Sequence[str], threads: int = 1
@@ -143,80 +138,99 @@ class StoreStage:
         `threads` that fill them: then it does.
         """
         self._plan_parts, self._last = parts, last
-        self._transfers = UploadPool(UPLOAD_THREADS if threads > 1 else 1, BUDGET_BYTES // 2)
+        self.transfers = UploadPool(UPLOAD_THREADS if threads > 1 else 1, BUDGET_BYTES // 2)
 
     # ---- before the first byte
 
     def check(self) -> None:
-        """See `CheckpointStage`."""
-        check_surroundings(self.destination, self._sources)
-        check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+        check_surroundings(self.destination, self.sources)
+        self.check_free()
 
-    def __enter__(self) -> StoreStage:
-        check_surroundings(self.destination, self._sources)
-        self._has_leftovers = has_objects(self.staging)
-        if not self._has_leftovers:
-            check_free(self.destination, is_file=self.is_file, overwrite=self._overwrite)
+    def check_early(self) -> None:
+        """See `Place`: what an interrupted run has left may go on."""
+        check_surroundings(self.destination, self.sources)
+        if self.run is None and not has_objects(self.staging):
+            self.check_free()
+        if self.is_file:
+            check_object(self.destination)
+
+    def check_free(self, *, is_completed: bool = False) -> bool:
+        """Refuse to replace what exists; returns whether something is replaced.
+
+        Raises:
+            DestinationError: see `store_check.check_free`.
+        """
+        return check_free(
+            self.destination,
+            is_file=self.is_file,
+            overwrite=self.overwrite,
+            is_completed=is_completed,
+        )
+
+    def enter(self) -> None:
+        check_surroundings(self.destination, self.sources)
+        self.has_leftovers = has_objects(self.staging)
+        if not self.has_leftovers:
+            self.check_free()
         try:
-            self._lease = Lease(self._staged_path(LEASE))
-            self.messages += probe_store(self.staging, is_unsafe=self._is_unsafe)
+            self.lease = Lease(self.staged_path(LEASE))
+            self.messages += probe_store(self.staging, is_unsafe=self.is_unsafe)
             self._recover()
-            self._staged = store_index().stage(self.destination)
+            self.begin_staging()
         except BaseException:
             with contextlib.suppress(MegtoolError):
-                self._release()
+                self.release()
             raise
+
+    def begin_staging(self) -> None:
+        """Let what is written be seen at the destination, by this process alone, and digested."""
+        self.staged = store_index().stage(self.destination)
         self.files.recorder = self.digests
-        self.digests.observer = self._note_section
-        return self
+        self.digests.observer = self.note_section
 
     def require_space(self, num_bytes: int) -> None:
-        """See `CheckpointStage`: a store says nothing about space."""
+        """See `Place`: a store says nothing about space."""
 
-    def _staged_path(self, name: str) -> StorePath:
+    def staged_path(self, name: str) -> StorePath:
+        """Return the path of a note in the staging area."""
         return self.staging / name
 
-    def _identity(self) -> str:
-        """What has to be equal so that an earlier run's parts are of use."""
-        return f"{self._fingerprint} {part_layout.PART_BYTES} {part_layout.LEAST_BYTES}"
+    def identity(self) -> str:
+        """Return what has to be equal so that an earlier run's parts are of use."""
+        return f"{self.fingerprint} {part_layout.PART_BYTES} {part_layout.LEAST_BYTES}"
 
     def _recover(self) -> None:
         """Take up or discard what an earlier run left."""
-        run = read_json(self._staged_path(RUN))
-        self._publication.read()
-        identity, state = self._identity(), self._publication.state
+        run = read_json(self.staged_path(RUN))
+        self.publication.read()
+        identity, state = self.identity(), self.publication.state
         if "count" in run and state != "complete":
             raise workers_have_begun(run["count"], self.staging)
         is_same = run.get("identity") == identity
         is_completed = state == "complete"
-        is_trace = self._has_leftovers and not run and not state  # such as a probe's
+        is_trace = self.has_leftovers and not run and not state  # such as a probe's
         if is_completed or is_trace or ((run or state) and not is_same):
             if is_completed or is_trace:
-                self._abort_uploads()
+                self.abort_uploads()
             else:
                 self._discard_other(run, state)
-            self._remove_notes()
-            self._publication.forget()
+            self.remove_notes()
+            self.publication.forget()
             run = {}
-        if not self._publication.state:
-            is_replaced = check_free(
-                self.destination,
-                is_file=self.is_file,
-                overwrite=self._overwrite,
-                is_completed=is_completed and is_same,
-            )
-            self._replaces = is_replaced or bool(run.get("replaces"))
+        if not self.publication.state:
+            is_replaced = self.check_free(is_completed=is_completed and is_same)
+            self.replaces = is_replaced or bool(run.get("replaces"))
         else:
-            self._replaces = bool(run.get("replaces"))
-        if run.get("replaces") is not self._replaces:
-            values = {"identity": identity, "replaces": self._replaces}
-            path = self._staged_path(RUN)
-            self._store.put(path.key, json.dumps(values).encode())
-        self._journal = StoreJournal(self._staged_path(JOURNAL), identity)
+            self.replaces = bool(run.get("replaces"))
+        if run.get("replaces") is not self.replaces:
+            values = {"identity": identity, "replaces": self.replaces}
+            path = self.staged_path(RUN)
+            self.store.put(path.key, json.dumps(values).encode())
+        self.journal = StoreJournal(self.staged_path(JOURNAL), identity)
         if run:
-            self._records = {r.unit: r for r in self._journal.read()}
-            self._earlier.note(self._records.values())
-            self._earlier.read_ids()
+            self.records = {r.unit: r for r in self.journal.read()}
+            self.earlier.note(self.records.values())
+            self.earlier.read_ids()
 
     def _discard_other(self, run: Mapping[str, Any], state: str) -> None:
         """Drop the work of an earlier run with another plan."""
@@ -225,12 +239,12 @@ class StoreStage:
         )
         if state == "writing" or (state == "removing" and run.get("replaces", True)):
             remove_objects(self.destination)
-        self._abort_uploads()
+        self.abort_uploads()
 
     # ---- writing
 
     def path(self, relative: str) -> StorePath:
-        """See `CheckpointStage`.
+        """See `Place`.
 
         Raises:
             FormatError: the path is outside the checkpoint.
@@ -241,7 +255,7 @@ class StoreStage:
         return self.destination / relative
 
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
-        """See `CheckpointStage`; parts that an earlier run has uploaded are kept."""
+        """See `Place`; parts that an earlier run has uploaded are kept."""
         if self._parts is None:
             self._parts = self._plan_parts()
         path = self.path(relative)
@@ -254,21 +268,21 @@ class StoreStage:
             path,
             cut_parts(num_bytes, known.runs, known.borders),
             self,
-            self._buffers,
+            self.buffers,
             known.expected,
             headers=known.headers,
             deferred=known.deferred,
-            transfers=self._transfers,
+            transfers=self.transfers,
         )
         with self._mutex:
-            number = len(self._writers) if known.number < 0 else known.number
-            if path in self._numbers:
+            number = len(self.writers) if known.number < 0 else known.number
+            if path in self.numbers:
                 raise RuntimeError(f"{path} is created twice")
-            self._numbers[path], self._by_number[number] = number, writer
-            self._writers.append(writer)
-        is_publishing = self._publication.state in ("writing", "complete")
-        self._earlier.adopt(writer, number, is_publishing=is_publishing)
-        self._fill(writer, number)
+            self.numbers[path], self.by_number[number] = number, writer
+            self.writers.append(writer)
+        is_publishing = self.publication.state in ("writing", "complete")
+        self.earlier.adopt(writer, number, is_publishing=is_publishing)
+        self.add_fragments(writer, number)
         if cuts is not None:
             self.digests.register(path, num_bytes, cuts)
         self._show(path, writer.completed or writer_info(writer))
@@ -276,14 +290,11 @@ class StoreStage:
         return path
 
     def _show(self, path: ObjectPath, info: ObjectInfo) -> None:
-        if self._staged is not None:
-            self._staged.set(path, info)
-
-    def _fill(self, writer: ObjectWriter, number: int) -> None:
-        """Add what other processes have left of parts of an object: nothing."""
+        if self.staged is not None:
+            self.staged.set(path, info)
 
     def write(self, relative: str, data: bytes) -> Path:
-        """See `CheckpointStage`: the object appears at the commit."""
+        """See `Place`: the object appears at the commit."""
         path = self.path(relative)
         self._small[relative] = data
         self.digests.register(path, len(data))
@@ -293,10 +304,19 @@ class StoreStage:
         open_objects().construct(path, small)
         return path
 
+    def forget_writers(self) -> None:
+        """Begin anew: as the one that publishes, a worker opens all files."""
+        self.files.recorder = None
+        for writer in self.writers:
+            open_objects().construct(writer.path, None)
+        self.writers, self.numbers, self.by_number, self.records = [], {}, {}, {}
+        self.buffers.close()
+        self.buffers = PartBuffers()
+
     # ---- units
 
     def follow(self, context: Any) -> Container[int]:
-        """See `CheckpointStage`: units whose parts are all in the store, by their journal."""
+        """See `Place`: units whose parts are all in the store, by their journal."""
         if not self._is_following:
             self._is_following = True
             self._take_up(context)
@@ -306,8 +326,8 @@ class StoreStage:
         return self._finished
 
     def _take_up(self, context: Any) -> None:
-        writers = self._by_number
-        for unit, record in self._records.items():
+        writers = self.by_number
+        for unit, record in self.records.items():
             if not all(
                 file in writers
                 and part < len(writers[file].layout)
@@ -320,59 +340,58 @@ class StoreStage:
                 context.digests.add_parts(name, crc, num_bytes)
             for (file, section), crc in record.sections.items():
                 self.digests.add_sections(writers[file].path, section, [crc])
-        uploaded = sum(w.num_adopted for w in self._writers)
+        uploaded = sum(w.num_adopted for w in self.writers)
         if uploaded:
-            total = sum(len(w.layout) for w in self._writers)
+            total = sum(len(w.layout) for w in self.writers)
             self.messages.append(
                 f"resuming: {uploaded} of {several(total, 'part')} are uploaded already"
             )
 
-    def _note_section(self, path: Path, section: int, linear: int) -> None:
-        number = self._numbers.get(path)  # type: ignore[call-overload]
+    def note_section(self, path: Path, section: int, linear: int) -> None:
+        """Add the digest of a section of a file to the records of units in progress."""
+        number = self.numbers.get(path)  # type: ignore[call-overload]
         if number is not None:
             self._units.note_section(number, section, linear)
 
     def touch(self, writer: ObjectWriter, part: int) -> None:
-        """See `PartTarget`."""
-        self._units.touch((self._numbers[writer.path], part))
+        self._units.touch((self.numbers[writer.path], part))
 
     def finish(self, unit: int, note: str = "") -> None:
-        """See `CheckpointStage`: the unit is in the journal once its parts are uploaded."""
+        """See `Place`: the unit is in the journal once its parts are uploaded."""
         if self._overflows():
             self._units.forget()  # what it counted is not in the journal: it is done again
         else:
-            self._units.finish(unit, note, lambda p: self._by_number[p[0]].is_uploaded(p[1]))
+            self._units.finish(unit, note, lambda p: self.by_number[p[0]].is_uploaded(p[1]))
 
     def _add_record(self, record: UnitRecord) -> None:
         for file, _ in record.parts:
-            writer = self._by_number.get(file)  # one that publishes opens files one by one
+            writer = self.by_number.get(file)  # one that publishes opens files one by one
             if writer is not None and writer.completed is not None:
                 record.objects[file] = writer.completed.version
-        self._require_journal().add(record)
+        self.require_journal().add(record)
 
     def uploaded(self, writer: ObjectWriter, part: int) -> None:
-        """See `PartTarget`."""
-        self._units.uploaded((self._numbers[writer.path], part))
+        self._units.uploaded((self.numbers[writer.path], part))
 
-    def _require_journal(self) -> StoreJournal:
-        if self._journal is None:
-            raise RuntimeError("a StoreStage is used inside `with`")
-        return self._journal
+    def require_journal(self) -> StoreJournal:
+        """Return the journal, which there is inside `with`."""
+        if self.journal is None:
+            raise RuntimeError("a stage is used inside `with`")
+        return self.journal
 
     # ---- parts
 
     def upload(self, writer: ObjectWriter, part: int, data: memoryview) -> UploadedPart:
-        """See `PartTarget`."""
         with self._mutex:
             self.uploaded_bytes += data.nbytes
-        if len(writer.layout) == 1 and not self._replaces:
+        if len(writer.layout) == 1 and not self.replaces:
             self._begin_publishing()
-            if writer.path in self._earlier.doubtful:
+            if writer.path in self.earlier.doubtful:
                 writer.completed = find_same(writer.path, data)
             writer.completed = writer.completed or put_once(writer.path, data)
             return UploadedPart(number=1, size=data.nbytes, tag="")
         upload_id = self._begin_upload(writer)
-        return self._store.upload_part(writer.path.key, upload_id, part + 1, data)
+        return self.store.upload_part(writer.path.key, upload_id, part + 1, data)
 
     def copy(self, writer: ObjectWriter, part: int, run: CopyRun) -> UploadedPart | None:
         """See `PartTarget`.
@@ -382,7 +401,7 @@ class StoreStage:
         """
         upload_id = self._begin_upload(writer)
         try:
-            tag = self._store.copy_part(
+            tag = self.store.copy_part(
                 writer.path.key,
                 upload_id,
                 part + 1,
@@ -404,37 +423,37 @@ class StoreStage:
         """The upload of an object: the one that the first of all workers has begun."""
         with writer.lock:
             if not writer.upload_id:
-                path = self._earlier.path(self._numbers[writer.path])
-                upload_id = self._store.begin_upload(writer.path.key)
+                path = self.earlier.path(self.numbers[writer.path])
+                upload_id = self.store.begin_upload(writer.path.key)
                 try:
-                    self._store.put(path.key, upload_id.encode(), create=True)
+                    self.store.put(path.key, upload_id.encode(), create=True)
                 except ConditionError:
                     data = read_object(path)
                     if data is None:
                         raise
                     agreed = data.decode()
                     if agreed != upload_id:
-                        self._store.abort_upload(writer.path.key, upload_id)
+                        self.store.abort_upload(writer.path.key, upload_id)
                     upload_id = agreed
                 writer.upload_id = upload_id
             return writer.upload_id
 
     def _begin_publishing(self) -> None:
+        if self.run is not None and self.publication.state in ("", "removing"):
+            self._check_publication()  # nothing is announced by one that lost the lease
         with self._mutex:
             last = self._last[-1] if self._last and not self.is_file else ""
             key = self.path(last).key if last or self.is_file else ""
-            self._publication.begin(
-                replaces=self._replaces, last=key, check=self._check_publication
-            )
+            self.publication.begin(replaces=self.replaces, last=key, check=self._check_publication)
 
     def _check_publication(self) -> None:
         """Refuse to remove what another run may have published meanwhile."""
-        if self._lease is not None:
-            self._lease.check()
+        lease = self.lease if self.run is None else self.publish_lease
+        if lease is not None:
+            lease.check()
 
     def complete(self, writer: ObjectWriter) -> ObjectInfo:
-        """See `PartTarget`."""
-        self._transfers.settle()
+        self.transfers.settle()
         with writer.lock:
             if writer.completed is None:
                 self._begin_publishing()
@@ -450,12 +469,12 @@ class StoreStage:
     # ---- the end
 
     def count_copied(self, planned: int) -> int:
-        """See `CheckpointStage`: what the store copied itself."""
-        self._transfers.settle()
+        """See `Place`: what the store copied itself."""
+        self.transfers.settle()
         return self.copied_bytes
 
     def complete_data(self, *, threads: int = 1) -> None:
-        """See `CheckpointStage`: data objects appear; what they replace is gone.
+        """See `Place`: data objects appear; what they replace is gone.
 
         Raises:
             DestinationError: another program has written one of them.
@@ -463,9 +482,9 @@ class StoreStage:
         """
         if self._is_complete:
             return
-        self._transfers.settle()
-        map_in_threads(self._complete_object, self._writers, threads=threads)
-        self._require_journal().flush()
+        self.transfers.settle()
+        map_in_threads(self._complete_object, self.writers, threads=threads)
+        self.require_journal().flush()
         self._is_complete = True
 
     def _complete_object(self, writer: ObjectWriter) -> None:
@@ -474,103 +493,103 @@ class StoreStage:
         open_objects().construct(writer.path, None)
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
-        """See `CheckpointStage`: small files appear, the markers of completeness last.
+        """See `Place`: small files appear, the markers of completeness last.
 
         Raises:
             DestinationError: another program has written to the destination.
             StorageError: the store refused; the next run goes on.
         """
         self.complete_data(threads=threads)
-        if self._lease is not None:
-            self._lease.check()
+        if self.lease is not None:
+            self.lease.check()
         self._begin_publishing()
         for name in publishing_order(self._small, self._last):
             put_once(self.path(name), self._small[name])
-        self._leave_trace()
-        self._publication.end()
-        self._committed = True
+        if self.run is not None:
+            self.run.leave_trace()
+        self.publication.end()
+        self.is_over = True
         try:
-            self._abort_uploads()
-            self._remove_notes()
+            self.abort_uploads()
+            self.remove_notes()
         except StorageError as e:
             self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
-        self._release()
+        self.release()
 
-    def _abort_uploads(self) -> None:
+    def abort_uploads(self) -> None:
         """Abort every upload of the destination: only this run writes there."""
-        uploads = list(self._store.list_uploads(self.staging.key))
-        uploads += self._store.list_uploads(self.destination.key)
+        uploads = list(self.store.list_uploads(self.staging.key))
+        uploads += self.store.list_uploads(self.destination.key)
         if self.is_file:
             folder = self.destination.key.rpartition("/")[0]
-            uploads += [
-                u for u in self._store.list_uploads(folder) if u.key == self.destination.key
-            ]
+            uploads += [u for u in self.store.list_uploads(folder) if u.key == self.destination.key]
         for upload in uploads:
-            self._store.abort_upload(upload.key, upload.upload_id)
+            self.store.abort_upload(upload.key, upload.upload_id)
 
-    def _remove_notes(self) -> None:
+    def remove_notes(self) -> None:
         """Remove what the run has left beside the destination, except for its lock."""
-        remove_notes(self.staging, trace=self._trace)
+        remove_notes(self.staging, trace=self.trace)
 
-    def _leave_trace(self) -> None:
-        """Leave a sign that the checkpoint is complete: none."""
+    @property
+    def has_progress(self) -> bool:
+        """Whether parts are uploaded, by this run or an earlier one."""
+        return any(w.num_uploaded for w in self.writers)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._committed:
-            return
-        self._transfers.close()
-        keep = any(w.num_uploaded for w in self._writers) or bool(self._publication.state)
-        with contextlib.suppress(*[MegtoolError] if error else []):
-            if keep:
+    def leave(self) -> None:
+        self.transfers.close()
+        try:
+            if self.has_progress or self.publication.state:
                 self.messages.append(self.describe_resume())
-                self._require_journal().flush()
+                self.require_journal().flush()
             else:
                 self._discard()
-        with contextlib.suppress(*[MegtoolError] if error else []):
-            self._release()
+        finally:
+            self.release()
 
     def describe_resume(self) -> str:
-        """See `CheckpointStage`."""
-        uploaded = sum(w.num_uploaded for w in self._writers)
+        uploaded = sum(w.num_uploaded for w in self.writers)
         return (
             f"kept {several(uploaded, 'uploaded part')}: run the same command again to resume, "
             f"or `megtool clean {self.destination} --yes` removes them"
         )
 
     def discard(self) -> None:
-        """See `CheckpointStage`: what appeared already is removed."""
-        self._transfers.close()
+        """See `Place`: what appeared already is removed."""
+        self.transfers.close()
         self._discard()
-        self._release()
-        self._committed = True  # nothing is left to keep
+        self.release()
+        self.is_over = True  # nothing is left to keep
 
     def _discard(self) -> None:
-        if self._publication.state == "writing":  # and nothing that another program has put there
+        if self.publication.state == "writing":  # and nothing that another program has put there
             small = {self.path(name): data for name, data in self._small.items()}
             keys = [path.key for path, data in small.items() if is_there(path, data)]
-            keys += [w.path.key for w in self._writers if w.completed is not None]
-            delete_keys(self._store, keys)
-        self._abort_uploads()
-        self._remove_notes()
-        self._publication.forget()
+            keys += [w.path.key for w in self.writers if w.completed is not None]
+            delete_keys(self.store, keys)
+        self.abort_uploads()
+        self.remove_notes()
+        self.publication.forget()
+
+    def release(self) -> None:
+        """Forget what is under construction, and release the lease."""
+        try:
+            if self.run is not None:
+                self.run.release()
+        finally:
+            self._release()
 
     def _release(self) -> None:
-        self._transfers.close()
+        self.transfers.close()
         self.files.recorder = None
-        for writer in self._writers:
+        for writer in self.writers:
             open_objects().construct(writer.path, None)
         for name in self._small:
             open_objects().construct(self.path(name), None)
-        if self._staged is not None:
+        if self.staged is not None:
             store_index().unstage(self.destination)
-            self._staged = None
-        self._buffers.close()
-        lease, self._lease = self._lease, None
+            self.staged = None
+        self.buffers.close()
+        lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
 

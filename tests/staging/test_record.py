@@ -13,7 +13,7 @@ from megtool.digests.crc32c import crc32c
 from megtool.errors import FormatError
 from megtool.plan.copies import Op
 from megtool.plan.worker_status import WorkerStatus
-from megtool.staging.workers.record import (
+from megtool.staging.record import (
     FileSections,
     WorkerRecord,
     encode_record,

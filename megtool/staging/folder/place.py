@@ -1,4 +1,4 @@
-"""A staging folder for a checkpoint under construction, renamed to its destination atomically."""
+"""A folder, or a file, of this machine: staged beside it, and renamed to it atomically."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import stat
 import threading
 from collections.abc import Container, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from megtool.digests.crc32c import Sidecar
 from megtool.digests.files import FileDigests
 from megtool.errors import DestinationError, MegtoolError, StorageError
 from megtool.process.threads import map_in_threads
@@ -23,16 +21,17 @@ from megtool.staging.manifest import (
     refuse_workers,
 )
 from megtool.staging.nested_runs import LOCK, check_runs_above, staging_folder, wait_for
-from megtool.staging.protocol import check_inside
+from megtool.staging.place import SharedRun, check_inside
 from megtool.storage.file_kinds import describe_kind
 from megtool.storage.files import Files
 from megtool.storage.lock import LockFile
+from megtool.storage.tree_state import describe_state
 
 _TRANSIENT_S = 2.0  # a run that is refused holds its lock for less
 
 
-class StagingFolder:
-    """The folder `.NAME.megtool` next to a destination, where a checkpoint is written.
+class FolderPlace:
+    """See `Place`: the folder `.NAME.megtool` next to a destination is its staging area.
 
     It holds `tree` (renamed to the destination at the end), `journal` (finished units) and `lock`
     (one run at a time). After any interruption the destination is absent or complete. With
@@ -42,8 +41,8 @@ class StagingFolder:
 
     A run that ends early leaves its staging folder, and the next run with the same `fingerprint`
     resumes: `resumed` are the finished units and `notes` the notes stored with them. The caller
-    verifies what it relies on. `messages` are for the user. `digests` follows what is written to
-    the tree, unless the run resumes; `sidecar` are the digests that were written to it.
+    verifies what it relies on. `digests` follows what is written to the tree, unless the run
+    resumes.
 
     The staging folder is closed to other users, and only regular files of this user are opened in
     it: links, FIFOs, devices, and files with a second name are refused. Runs whose destinations
@@ -71,10 +70,10 @@ class StagingFolder:
         self.notes: dict[int, str] = {}
         self.messages: list[str] = []
         self.digests = FileDigests()
-        self.sidecar: Sidecar | None = None
         self.is_file = is_file
-        self._fingerprint = fingerprint
-        self._destination_check = DestinationCheck(
+        self.fingerprint = fingerprint
+        self.run: SharedRun | None = None
+        self.destination_check = DestinationCheck(
             files=files,
             path=self.destination,
             staging=self.staging,
@@ -82,45 +81,62 @@ class StagingFolder:
             overwrite=overwrite,
             sources=sources,
         )
-        self._finished = 0
-        self._renamed = self._committed = False
-        self._cleared = False  # no finished unit of an earlier run is staged
-        self._replaced = self.staging / "old"
+        self.num_finished = 0
+        self.is_renamed = self.is_over = False
+        self.is_cleared = False  # no finished unit of an earlier run is staged
+        self.former = self.staging / "old"
         self._new_folders: list[Path] = []  # parent folders created, outermost first
         self._folders: set[Path] = set()
         self._mutex = threading.Lock()
-        self._lock: LockFile | None = None
-        self._journal: journal.Journal | None = None
+        self.lock: LockFile | None = None
+        self.journal: journal.Journal | None = None
 
     # ---- before the first byte
 
     def check(self) -> None:
-        """Refuse a destination that cannot or must not be written. Writes nothing.
+        """See `Place`.
 
         Raises:
             DestinationError: it exists, has the wrong kind, cannot be replaced, is inside a source,
                 holds one, or cannot be written.
         """
-        self._destination_check.check_surroundings()
-        self._destination_check.check_free()
+        self.destination_check.check_surroundings()
+        self.destination_check.check_free()
 
-    def __enter__(self) -> StagingFolder:
-        self._destination_check.check_surroundings()
-        if self.files.lstat(self.staging) is None:
-            self._destination_check.check_free()
+    def check_early(self) -> None:
+        """See `Place`; what a completed run has left is removed.
+
+        Raises:
+            DestinationError: see `check`.
+        """
+        if self.run is not None:
+            self.run.check()
+            return
         try:
-            self._lock = self._acquire()
-            self._cleared = self.files.names(self.staging) == [LOCK]
-            self._check_in_place()
+            self.check()
+        except DestinationError:
+            if self.files.lstat(self.staging) is not None:
+                with contextlib.suppress(MegtoolError):
+                    self.enter()
+                    self.leave()
+            raise
+
+    def enter(self) -> None:
+        self.destination_check.check_surroundings()
+        if self.files.lstat(self.staging) is None:
+            self.destination_check.check_free()
+        try:
+            self.lock = self._acquire()
+            self.is_cleared = self.files.names(self.staging) == [LOCK]
+            self.check_in_place()
             self._recover()
         except BaseException:
             with contextlib.suppress(MegtoolError):
-                self._leave(keep=not self._cleared)
+                self._leave(keep=not self.is_cleared)
             raise
-        return self
 
     def require_space(self, num_bytes: int) -> None:
-        """Check that `num_bytes` fit on the disk; bytes already staged count as free.
+        """See `Place`: on the disk, where bytes already staged count as free.
 
         Raises:
             StorageError: there is not enough space.
@@ -140,7 +156,7 @@ class StagingFolder:
     # ---- entering
 
     def _acquire(self) -> LockFile:
-        lock = LockFile(self.files, self.staging / LOCK, self._make_staging)
+        lock = LockFile(self.files, self.staging / LOCK, self.make_staging)
         if not lock.is_certain:
             self.messages.append(
                 f"{self.staging} is on a file system without locks: make sure that no second run "
@@ -148,21 +164,22 @@ class StagingFolder:
             )
         return lock
 
-    def _make_staging(self) -> None:
+    def make_staging(self) -> None:
+        """Create the staging folder, and the folders above it."""
         missing = [p for p in self.destination.parents if self.files.stat(p) is None]
         for folder in reversed(missing):
             if self.files.mkdir(folder):
                 self._new_folders.append(folder)
         self.files.make_own_folder(self.staging, is_private=True)
 
-    def _check_in_place(self) -> None:
+    def check_in_place(self) -> None:
         """Refuse to write where another run is about to replace a folder above.
 
         Raises:
             DestinationError: another run does, or has done so with this staging folder in it.
         """
         check_runs_above(self.files, self.destination)
-        if self._lock is not None and not self._lock.is_in_place():
+        if self.lock is not None and not self.lock.is_in_place():
             raise DestinationError(
                 "the staging folder was moved or removed while this run wrote in it",
                 file=self.staging,
@@ -173,20 +190,20 @@ class StagingFolder:
         """Resume or discard what an earlier run left."""
         record = journal.read_journal(self.files, self.staging / "journal")
         has_workers = self.files.lstat(self.staging / MANIFEST) is not None
-        self._cleared = not (record and record.finished) and not has_workers
-        self._put_old_back(record)
-        staged = self._staged_inode()
+        self.is_cleared = not (record and record.finished) and not has_workers
+        self.put_old_back(record)
+        staged = self.staged_inode()
         if record and record.commit is not None and record.commit != staged:
             # The run was stopped after the rename: anything staged is the old checkpoint.
             current = self.files.stat(self.destination)
-            self._renamed = current is not None and record.commit == current.st_ino
-            self._clear()
+            self.is_renamed = current is not None and record.commit == current.st_ino
+            self.clear()
             record = None
         else:
             refuse_workers(self.files, self.staging)
-        self._destination_check.check_free(completed=self._renamed)
-        self._renamed = False
-        if record and record.fingerprint != self._fingerprint:
+        self.destination_check.check_free(completed=self.is_renamed)
+        self.is_renamed = False
+        if record and record.fingerprint != self.fingerprint:
             self.messages.append(
                 f"discarded {len(record.finished)} finished parts of an earlier run with another "
                 "source or other options"
@@ -198,12 +215,12 @@ class StagingFolder:
                 "disk and are written again"
             )
         if record is None or not record.finished:
-            self._clear()
+            self.clear()
             record = None
         self.files.make_own_folder(self.tree)
         self.files.own_tree(self.tree)  # refuses what no run has made
-        record = record or journal.JournalRecord(fingerprint=self._fingerprint)
-        self._journal = journal.Journal(self.files, self.staging / "journal", record)
+        record = record or journal.JournalRecord(fingerprint=self.fingerprint)
+        self.journal = journal.Journal(self.files, self.staging / "journal", record)
         self.notes = record.finished
         self.resumed = set(record.finished)
         if self.resumed:
@@ -211,39 +228,38 @@ class StagingFolder:
         else:
             self.files.recorder = self.digests
 
-    def _put_old_back(self, record: journal.JournalRecord | None) -> None:
+    def put_old_back(self, record: journal.JournalRecord | None) -> None:
         """Undo the first of two renames, if an earlier run was stopped between them."""
-        former = self.files.lstat(self._replaced)
+        former = self.files.lstat(self.former)
         if former is None:
             return
         if not stat.S_ISDIR(former.st_mode):
             raise DestinationError(
                 f"{describe_kind(former.st_mode)} is in the place of the former contents",
-                file=self._replaced,
+                file=self.former,
                 hint="no run has made it: remove it",
             )
         current = self.files.stat(self.destination)
         if current is None:
-            self.files.rename(self._replaced, self.destination)
+            self.files.rename(self.former, self.destination)
             self.files.fsync_dir(self.destination.parent)
         elif record is None or record.commit != current.st_ino:
             raise DestinationError(
-                f"an interrupted run left the former contents in {str(self._replaced)!r}",
+                f"an interrupted run left the former contents in {str(self.former)!r}",
                 file=self.destination,
                 hint="move or remove that folder first",
                 error_id="interrupted-run",
             )
 
-    def _staged_inode(self) -> int | None:
+    def staged_inode(self) -> int | None:
+        """Return the inode that is renamed to the destination; None if there is none."""
         status = self.files.lstat(self.path("") if self.is_file else self.tree)
         return None if status is None else status.st_ino
 
     # ---- writing
 
     def path(self, relative: str) -> Path:
-        """The path at which to write a file of the checkpoint; creates its parent folders.
-
-        `relative` is empty for a checkpoint that is a single file.
+        """See `Place`; creates parent folders.
 
         Raises:
             FormatError: the path is outside the checkpoint.
@@ -259,11 +275,7 @@ class StagingFolder:
         return full
 
     def create(self, relative: str, num_bytes: int, cuts: Sequence[int] | None = ()) -> Path:
-        """Create a file of its final size and return its path; keeps data of an earlier run.
-
-        `cuts` are offsets between which `digests` has the digest of each section; None: it has
-        none of this file.
-        """
+        """See `Place`; keeps data of an earlier run."""
         full = self.path(relative)
         fd = self.files.open_write(full)
         try:
@@ -275,7 +287,6 @@ class StagingFolder:
         return full
 
     def write(self, relative: str, data: bytes) -> Path:
-        """Write a whole small file and return its path."""
         full = self.path(relative)
         fd = self.files.open_write(full)
         try:
@@ -292,16 +303,17 @@ class StagingFolder:
         return ()
 
     def finish(self, unit: int, note: str = "") -> None:
-        """Record that all bytes of a unit are written, with a one-line note. Thread-safe."""
-        self._require_journal().finish(unit, note)
+        """See `Place`. Thread-safe."""
+        self.require_journal().finish(unit, note)
         with self._mutex:
-            self._finished += 1
+            self.num_finished += 1
 
     def flush(self, *, threads: int = 1) -> None:
         """Make the data written so far survive a crash of the machine.
 
         It calls fsync on every file, so use it rarely. Units finished while it runs are not
-        covered: call it when no unit is in progress. If it fails, the staged data is discarded.
+        covered: call it when no unit is in progress. If it fails, the staged data is discarded,
+        that of all workers.
         """
         files, folders = self.files.own_tree(self.tree)
         try:
@@ -311,14 +323,18 @@ class StagingFolder:
         except StorageError:
             # Data that did not reach the disk may look intact in the page cache, and a second fsync
             # would succeed: no staged data can be trusted.
-            self._finished, self.resumed = 0, set()
+            self.num_finished, self.resumed = 0, set()
+            if self.run is not None:
+                with contextlib.suppress(StorageError):
+                    self.discard()
             raise
-        self._require_journal().durable()
+        self.require_journal().durable()
 
-    def _require_journal(self) -> journal.Journal:
-        if self._journal is None:
-            raise RuntimeError("a StagingFolder is used inside `with`")
-        return self._journal
+    def require_journal(self) -> journal.Journal:
+        """Return the journal, which is open inside `with`."""
+        if self.journal is None:
+            raise RuntimeError("a stage is used inside `with`")
+        return self.journal
 
     # ---- the end
 
@@ -330,7 +346,7 @@ class StagingFolder:
         """Nothing: staged files can be read, and written again, until the commit."""
 
     def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
-        """Rename the tree to the destination and remove the staging folder.
+        """See `Place`: rename the tree to the destination and remove the staging folder.
 
         With `fsync`, every file and folder is durable before the rename, and so is the rename.
         The overwritten checkpoint is removed last.
@@ -340,19 +356,19 @@ class StagingFolder:
             StorageError: a system call failed; the destination is unchanged, unless only the last
                 fsync of its name failed.
         """
-        record = self._require_journal()
+        record = self.require_journal()
         if fsync:
             self.flush(threads=threads)
-        staged = self._staged_inode()
+        staged = self.staged_inode()
         if staged is None:
             raise ValueError(f"nothing was written to {self.tree}")
-        record.commit(staged, self._committed_state())
+        record.commit(staged, "" if self.run is None else self._describe_staged())
         if fsync:
             self.files.fsync(self.staging / "journal")
             self.files.fsync_dir(self.staging)
         wait_for(self._check_before_rename, _TRANSIENT_S)
         self._rename()
-        self._renamed = True
+        self.is_renamed = True
         if fsync:
             outermost = (
                 self._new_folders[0].parent if self._new_folders else self.destination.parent
@@ -362,21 +378,23 @@ class StagingFolder:
                 if folder == outermost:
                     break
             self.files.fsync_dir(self.staging)
-        self._committed = True
+        self.is_over = True
         try:
-            self._discard()
+            if self.run is not None:
+                self.run.leave_trace()
+            else:
+                self.remove_staged()
         except StorageError as e:
             self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
             with contextlib.suppress(StorageError):
-                self._release()
+                self.release()
 
-    def _committed_state(self) -> str:
-        """What the journal says of the files that are committed."""
-        return ""
+    def _describe_staged(self) -> str:
+        return describe_state(self.files, self.path("") if self.is_file else self.tree)
 
     def _check_before_rename(self) -> None:
-        self._check_in_place()
-        self._destination_check.check_free()
+        self.check_in_place()
+        self.destination_check.check_free()
 
     def _rename(self) -> None:
         destination, files = self.destination, self.files
@@ -386,67 +404,63 @@ class StagingFolder:
         elif current is None or not files.names(destination):
             files.rename(self.tree, destination)
         elif not files.exchange(self.tree, destination):
-            files.rename(destination, self._replaced)
+            files.rename(destination, self.former)
             try:
                 files.rename(self.tree, destination)
             except BaseException:
-                files.rename(self._replaced, destination)
+                files.rename(self.former, destination)
                 raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._committed:
-            return
-        keep = self._renamed or bool(self._finished or self.resumed)
-        if keep and not self._renamed:
+    def leave(self) -> None:
+        keep = self.is_renamed or self.has_progress
+        if keep and not self.is_renamed:
             self.messages.append(self.describe_resume())
-        with contextlib.suppress(*[MegtoolError] if error else []):
-            self._leave(keep=keep)
+        self._leave(keep=keep)
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether this run, or one that it resumes, has finished some units."""
+        return bool(self.num_finished or self.resumed)
 
     def _leave(self, *, keep: bool) -> None:
         """End without a commit; empty folders are removed in any case."""
         try:
-            if self._lock is not None and not keep and self._lock.is_in_place():
-                self._discard()
+            if self.lock is not None and not keep and self.lock.is_in_place():
+                self.remove_staged()
         finally:
-            self._release()
-            self._remove_folders()
+            self.release()
+            self.remove_folders()
 
     def describe_resume(self) -> str:
-        """The message about a run that ended early."""
         return (
-            f"{self._finished + len(self.resumed)} finished parts are kept in {self.staging}: run "
-            "the same command again to resume, or remove that folder"
+            f"{self.num_finished + len(self.resumed)} finished parts are kept in {self.staging}: "
+            "run the same command again to resume, or remove that folder"
         )
 
     def discard(self) -> None:
-        """Remove everything that was staged."""
-        self._discard()
-        self._committed = True  # nothing is left to keep
+        self.remove_staged()
+        self.is_over = True  # nothing is left to keep
 
-    def _discard(self) -> None:
+    def remove_staged(self) -> None:
         """Remove the staging folder; the lock last, because other runs may wait for it."""
-        self._clear()
+        self.clear()
         self.files.remove(self.staging / LOCK)
-        self._release()
-        self._remove_folders()
+        self.release()
+        self.remove_folders()
 
-    def _remove_folders(self) -> None:
-        if self.files.remove_empty(self.staging) and not self._renamed:
+    def remove_folders(self) -> None:
+        """Remove the staging folder and new folders above it, as far as they are empty."""
+        if self.files.remove_empty(self.staging) and not self.is_renamed:
             for folder in reversed(self._new_folders):
                 self.files.remove_empty(folder)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Empty the staging folder except for the lock."""
-        if self._renamed:
-            self._remove_replaced()
+        if self.is_renamed:
+            self._remove_former()
         else:
-            self._put_old_back(None)
-        self._close_journal()
+            self.put_old_back(None)
+        self.close_journal()
         names = [] if self.files.lstat(self.staging) is None else self.files.names(self.staging)
         run_files = list_run_files(names)
         for name in run_files:
@@ -456,24 +470,30 @@ class StagingFolder:
             self.files.fsync_dir(self.staging)
         self.files.remove(self.tree)
         self.files.remove(self.staging / PUBLISHED)
-        self._cleared = True
+        self.is_cleared = True
 
-    def _remove_replaced(self) -> None:
+    def _remove_former(self) -> None:
         """Remove the former checkpoint, durably before the journal, which says that it may go."""
-        if self.files.lstat(self._replaced) is not None:
-            self.files.remove(self._replaced)
+        if self.files.lstat(self.former) is not None:
+            self.files.remove(self.former)
             self.files.fsync_dir(self.staging)
 
-    def _close_journal(self) -> None:
-        record, self._journal = self._journal, None
+    def close_journal(self) -> None:
+        """Close the journal; a second call does nothing."""
+        record, self.journal = self.journal, None
         if record is not None:
             record.close()
 
-    def _release(self) -> None:
-        lock, self._lock = self._lock, None
-        self.files.recorder = None
+    def release(self) -> None:
+        """Release all locks, and close the journal."""
         try:
-            self._close_journal()
+            if self.run is not None:
+                self.run.release()
         finally:
-            if lock is not None:
-                lock.release()
+            lock, self.lock = self.lock, None
+            self.files.recorder = None
+            try:
+                self.close_journal()
+            finally:
+                if lock is not None:
+                    lock.release()
