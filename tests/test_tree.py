@@ -157,6 +157,7 @@ ALLOWED_LONG_LISTS = {
     "megtool/kernels/vocabulary/lm_head.py: _fold": _KERNEL,
     "megtool/kernels/vocabulary/token_statistics.py: token_log_probs": _KERNEL,
     "megtool/number_formats/encode.py: encode": _KERNEL,
+    "megtool/staging/open_stage.py: open_stage": _RUN,
     "megtool/train/features/logits_divergence.py: forward": _KERNEL,
 }
 """`path: function` of those that may have more, with the reason."""
@@ -253,3 +254,48 @@ def test_a_converter_is_data(path: Path) -> None:
         ):
             bad.append(f"{where}: from {node.module}")
     assert bad == []
+
+
+_OBJECTS = "objects are uploaded whole, files are written step by step"
+_LISTING = "what is asked for ahead in a store costs nothing to ask for later on a disk"
+_FOREIGN = "another framework's own storage is used for a path of this machine"
+
+ALLOWED_TO_ASK = {
+    "megtool/commands/options/finetune.py": "TensorBoard appends to files",
+    "megtool/data/dataset_upload.py": _OBJECTS,
+    "megtool/data/token_cache.py": "an object has a version besides its time",
+    "megtool/formats/torch_dist/reader.py": _LISTING,
+    "megtool/formats/zarr/reader.py": _LISTING,
+    "megtool/frameworks/dcp.py": _FOREIGN,
+    "megtool/frameworks/megatron_core/training.py": _FOREIGN,
+    "megtool/plan/worker.py": "an object under construction is not read back",
+    "megtool/quant/calibration/calibration_file_io.py": _OBJECTS,
+    "megtool/quant/derive_calibration.py": _OBJECTS,
+    "megtool/reshard/written_digests.py": "a store has copied bytes that nobody has read",
+    "megtool/train/checkpointing/added_files.py": _OBJECTS,
+    "megtool/train/checkpointing/retention.py": "a save on a disk appears whole, with one rename",
+    "megtool/train/checkpointing/save.py": "a save on a disk appears whole, with one rename",
+    "megtool/train/resume_point.py": "what is above a folder may be a file, or not be writable",
+    "megtool/train/run_log.py": _OBJECTS,
+}
+"""Modules above `storage/` and `staging/` that ask whether a path is in a store, and why."""
+
+
+def asks_for_store(node: ast.AST) -> bool:
+    """Return whether a node is a call of `is_remote`, or of `isinstance` with a path of stores."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id == "isinstance":
+        names = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+        return bool(names & {"StorePath", "ObjectPath"})
+    return node.func.id == "is_remote"
+
+
+def test_only_storage_and_staging_tell_stores_from_disks() -> None:
+    found = {
+        named(path)
+        for path in sources("megtool", "converters")
+        if path.relative_to(ROOT).parts[1] not in ("storage", "staging")
+        and any(map(asks_for_store, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found == set(ALLOWED_TO_ASK)

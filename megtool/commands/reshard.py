@@ -17,7 +17,7 @@ from megtool.reshard.run import reshard_checkpoint
 from megtool.reshard.target import MEGATRON, choose_format
 from megtool.source.checkpoint import CheckpointSource
 from megtool.storage.files import Files
-from megtool.storage.location.path import StorePath
+from megtool.storage.location.path import find_copying_store, is_in_store
 
 
 def reshard(
@@ -60,12 +60,8 @@ def reshard(
 
 def _is_within_store(source: Path, destination: Path) -> bool:
     """Return whether the store copies within itself; digests would have to read everything."""
-    return (
-        isinstance(source, StorePath)
-        and isinstance(destination, StorePath)
-        and source.bucket_url == destination.bucket_url
-        and destination.store.can_copy
-    )
+    store = find_copying_store(destination)
+    return store is not None and is_in_store(source, store)
 
 
 def _learn_facts(target: TargetOptions, source: CheckpointSource) -> TargetFacts:

@@ -14,7 +14,7 @@ from megtool.digests.crc32c import FileDigest, chain_crc, finish_crc, shift_crc
 from megtool.errors import FormatError
 from megtool.process.threads import map_in_threads, run_jobs
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import choose_by_latency
 from megtool.storage.objects.open_objects import Buffer
 from megtool.transport.reading.parallel_scan import STORE_TILE_BYTES
 from megtool.transport.reading.shared_scan import ScanPart, run_scan
@@ -173,7 +173,7 @@ def read_sections(
         for start in range(begin, end, _PART_BYTES)
     ]
     linear = [0] * len(sections)
-    step = STORE_TILE_BYTES if is_remote(path) else _BUFFER_BYTES
+    step = choose_by_latency(path, _BUFFER_BYTES, STORE_TILE_BYTES)
     lock = threading.Lock()
     local = threading.local()
     fd = files.open_read(path)
@@ -268,7 +268,7 @@ def check_files(
     """
     files = Files()
     files.load_tree(root)
-    at_once = threads if is_remote(root) else 1  # many files, where each is waited for
+    at_once = choose_by_latency(root, 1, threads)  # many files, where each is waited for
     shared = None if scan is None else _read_shared(files, root, expected, threads, progress, scan)
 
     def find_fault(name: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from megtool.errors import FormatError, UsageError
 from megtool.storage.files import Files
-from megtool.storage.location.path import StorePath, location
+from megtool.storage.location.path import location
 from megtool.tensors.catalogue import Catalogue
 
 
@@ -183,10 +183,9 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
         FormatError: there is no checkpoint in a known format, or it is damaged.
     """
     path = location(path)
-    if isinstance(path, StorePath):
-        from megtool.staging.publication import refuse_unpublished
+    from megtool.staging.publication import refuse_unpublished
 
-        refuse_unpublished(path)
+    refuse_unpublished(path)
     checkpoint_format = detect_format(path)
     if iteration is not None and "iter_*" in checkpoint_format.name_patterns:
         # Iterations of one save folder may be of different formats.

@@ -28,7 +28,7 @@ from megtool.plan.work_units import (
 from megtool.plan.worker import CopyContext, Worker
 from megtool.process.threads import run_in_threads
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import choose_by_latency
 from megtool.storage.open_files import OpenFiles
 from megtool.tensors.box import numel
 from megtool.tensors.catalogue import Catalogue
@@ -343,7 +343,8 @@ def _count_overflowed(run: CopyContext) -> dict[str, int]:
 
 def choose_tile_size(sources: Sequence[Catalogue]) -> int:
     """What a thread moves at a time."""
-    return STORE_TILE_BYTES if any(is_remote(c.root) for c in sources) else TILE_BYTES
+    sizes = (choose_by_latency(c.root, TILE_BYTES, STORE_TILE_BYTES) for c in sources)
+    return max(sizes, default=TILE_BYTES)
 
 
 TILE_BYTES = 1 << 20

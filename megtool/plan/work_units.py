@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.plan.copies import PlanEntry, ReshardPlan
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import choose_by_latency
 from megtool.tensors.box import Ints
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.grouping import distinct
@@ -85,9 +85,8 @@ Unit = KernelUnit | TiledUnit | FeedUnit
 
 def choose_unit_size(sources: Sequence[Catalogue]) -> int:
     """About the bytes of a unit, by what is read."""
-    if any(is_remote(c.root) for c in sources):
-        return min(UNIT_BYTES, STORE_UNIT_BYTES)
-    return UNIT_BYTES
+    sizes = (choose_by_latency(c.root, UNIT_BYTES, STORE_UNIT_BYTES) for c in sources)
+    return min([UNIT_BYTES, *sizes])
 
 
 def plan_units(

@@ -25,7 +25,7 @@ from megtool.plan.work_units import (
     cut_depth,
 )
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import choose_by_latency, is_remote
 from megtool.storage.objects.populate import populate
 from megtool.storage.open_files import OpenFiles
 from megtool.tensors.box import strides
@@ -182,7 +182,7 @@ class Worker:
         for runs in table.read_calls():
             source, file = int(runs.source[0]), int(runs.file[0])
             path = run.sources[source].path(file)
-            step = int(runs.length.sum()) if is_remote(path) else FILL_BYTES
+            step = choose_by_latency(path, FILL_BYTES, int(runs.length.sum()))
             with run.readers.use(path) as fd:
                 for offset, rows in runs.in_steps(step):
                     for to, (lo, hi) in spans_of(rows).items():

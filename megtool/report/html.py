@@ -15,7 +15,7 @@ from megtool.errors import MissingPackageError, StorageError
 from megtool.report.page import Page, PageFigure, PageTable
 from megtool.report.sections import finite_json
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import make_folder
 
 MAX_PLAIN_BYTES = 1 << 20
 """A report of more JSON than this is compressed on its page; Save JSON writes it in full."""
@@ -54,8 +54,7 @@ def write_page(path: Path, page: Page) -> None:
     """
     data = render_page(page).encode()
     try:
-        if not is_remote(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         Files().replace_file(path, data, f".{path.name}.new")
     except OSError as e:
         raise StorageError(f"cannot write the report: {e.strerror or e}", file=path) from e

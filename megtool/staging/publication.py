@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from megtool.errors import DestinationError, FormatError, StorageError
 from megtool.storage.location.path import StorePath
@@ -157,14 +158,14 @@ class Publication:
             self._store.delete([self._path.key])
 
 
-def refuse_unpublished(path: StorePath) -> None:
-    """Refuse to read a checkpoint of which only some objects have appeared.
+def refuse_unpublished(path: Path) -> None:
+    """Refuse to read a checkpoint in a store of which only some objects have appeared.
 
     Raises:
         FormatError: a run is publishing it, or was stopped while it did.
         StorageError: the store refused.
     """
-    if not path.store.can_write:
+    if not isinstance(path, StorePath) or not path.store.can_write:
         return
     for root in (path, *path.parents):
         if not isinstance(root, StorePath) or not root.key:

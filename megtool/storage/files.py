@@ -342,7 +342,9 @@ class Files(FileTransfer):
         return True
 
     def mkdir(self, path: Path, mode: int = 0o777) -> bool:
-        """Create a folder; False if it exists."""
+        """Create a folder; False if it exists, or is in a store, which has none."""
+        if isinstance(path, StorePath):
+            return False
         try:
             self.call(path, "create folder", os.mkdir, path, mode)
         except StorageError as e:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megtool.errors import MissingPackageError
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
 
 PLOT_FILE = "loss.png"
 _SMOOTHED = 0.9
@@ -53,12 +52,9 @@ def plot_loss(
         axes.set_title(title)
     if losses or evaluations:
         axes.legend()
-    if not is_remote(path):
-        figure.savefig(str(path), format="png")
-        return
     image = io.BytesIO()
     figure.savefig(image, format="png")
-    Files().replace_file(path, image.getvalue(), "")
+    Files().replace_file(path, image.getvalue(), f".{path.name}.new")
 
 
 def smooth(values: Sequence[float], weight_of_past: float = _SMOOTHED) -> list[float]:

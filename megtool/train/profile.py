@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from megtool.errors import UsageError
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
 from megtool.train.options.profile import ProfileOptions
 
 PROFILE_FOLDER = "profile"
@@ -83,8 +82,7 @@ class StepProfiler:
             trace.export_chrome_trace(file.name)
             data = file.read()
         files = Files()
-        if not is_remote(folder):
-            files.mkdir(folder)
+        files.mkdir(folder)
         files.replace_file(folder / f"{name}.json.gz", data, f".{name}.json.gz.new")
         files.replace_file(folder / f"{name}.txt", table.encode(), f".{name}.txt.new")
 

@@ -14,7 +14,7 @@ from megtool.options.field import find_option
 from megtool.quant.calibration.fingerprint import hash_model
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import make_folder
 from megtool.tensors.catalogue import Catalogue
 from megtool.train.features.registry import feature_identity, is_model_frozen
 from megtool.train.options.config import TrainConfig
@@ -142,8 +142,7 @@ class RunIdentity:
         """
         path = folder / RUN_FILE
         try:
-            if not is_remote(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as e:
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
         text = json.dumps(asdict(self), indent=1) + "\n"

@@ -37,7 +37,7 @@ from megtool.formats.safetensors.mistral_params import PARAMS, config_from_param
 from megtool.formats.safetensors.quantization_config import QUANT_FILE, quantization_config
 from megtool.process.threads import map_in_threads
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import choose_by_latency
 from megtool.tensors.box import Boxes
 from megtool.tensors.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
@@ -137,7 +137,7 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     headers = map_in_threads(
         lambda file: read_header(folder / file.path, file.size),
         files,
-        threads=_THREADS if is_remote(folder) else 1,
+        threads=choose_by_latency(folder, 1, _THREADS),
     )
     if weight_map is not None and index is not None:
         listed = [n for n in names if n in set(weight_map.values())]

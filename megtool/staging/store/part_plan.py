@@ -16,7 +16,7 @@ from megtool.plan.copies import ReshardPlan
 from megtool.plan.kernel_copy import plan_kernel_copies
 from megtool.plan.shares import split_units
 from megtool.plan.work_units import KernelUnit, Unit, plan_units
-from megtool.storage.location.path import StorePath
+from megtool.storage.location.path import is_in_store
 from megtool.storage.objects.part_layout import CopyRun, Coverage
 from megtool.storage.stores.protocol import Store
 from megtool.tensors.box import strides
@@ -95,9 +95,7 @@ def plan_file_parts(
 
 def can_copy_from(store: Store, sources: Sequence[Catalogue]) -> bool:
     """Whether a store can copy bytes of some sources itself, which decides how files are cut."""
-    return store.can_copy and any(
-        isinstance(c.root, StorePath) and c.root.bucket_url == store.url for c in sources
-    )
+    return store.can_copy and any(is_in_store(c.root, store) for c in sources)
 
 
 def _find_expected(target: Destination) -> list[Coverage]:
@@ -174,6 +172,6 @@ def _find_runs(
         table, _ = plan_kernel_copies(plan, unit, sources, locator)
         for source, file, source_offset, number, offset, num_bytes in table.rows():
             path = sources[source].path(file)
-            if isinstance(path, StorePath) and path.bucket_url == store.url:
+            if is_in_store(path, store):
                 out[number].append(CopyRun(offset, num_bytes, path, source_offset))
     return out

@@ -7,13 +7,15 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from megtool.errors import UsageError
 from megtool.storage.objects.object_path import BUCKET_PARTS, ObjectPath
 
 if TYPE_CHECKING:
     from megtool.storage.stores.protocol import Store
+
+T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
 _ONE_SLASH = re.compile(r"(s3|gs|az|https?|hf|memory|msc|file):/(?!/).*", re.DOTALL | re.IGNORECASE)
@@ -98,6 +100,26 @@ def require_local(path: Path, name: str) -> None:
 def is_remote(path: Path) -> bool:
     """Whether a path is in an object store."""
     return isinstance(path, StorePath)
+
+
+def choose_by_latency(path: Path, local: T, remote: T) -> T:
+    """Return `remote` for what is in a store, where every request is waited for; else `local`."""
+    return remote if is_remote(path) else local
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it, if they are missing; a store has none.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    if not is_remote(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def is_in_store(path: Path, store: Store) -> TypeGuard[StorePath]:
+    """Return whether a path is in this store."""
+    return isinstance(path, StorePath) and path.bucket_url == store.url
 
 
 def find_copying_store(path: Path) -> Store | None:

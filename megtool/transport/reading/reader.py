@@ -9,7 +9,7 @@ import numpy as np
 
 from megtool.dtypes import DType
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote
+from megtool.storage.location.path import choose_by_latency
 from megtool.tensors.box import numel, strides
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.placement import Placement, pieces
@@ -91,8 +91,7 @@ class TensorView:
         )
         lo = (0,) * len(self.shape)
         slice_bytes = max_bytes
-        if is_remote(catalogue.root):
-            max_bytes = max(max_bytes, STORE_TILE_BYTES)
+        max_bytes = max(max_bytes, choose_by_latency(catalogue.root, 0, STORE_TILE_BYTES))
         item = max(self.dtype.itemsize, stored.dtype.itemsize)
         size = choose_tile_bytes(
             [file_view], lo, self.shape, item, max_bytes, MAX_TILE_GROWTH * max_bytes
