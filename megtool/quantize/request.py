@@ -113,8 +113,8 @@ class QuantizeRun:
         """The folder with finished layers, to resume from."""
         if self.calibration.work_dir is not None:
             return self.calibration.work_dir
-        beside = self.destination.parent / f".{self.destination.name}.calibration"
-        return local_work_folder(self.destination, "calibration", beside)
+        local_folder = self.destination.parent / f".{self.destination.name}.calibration"
+        return local_work_folder(self.destination, "calibration", local_folder)
 
     @property
     def needs_choice(self) -> bool:

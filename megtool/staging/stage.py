@@ -136,12 +136,11 @@ class Stage:
         run = self.require_run()
         if not self.find_missing() and run.lock_publication():
             if not self.find_missing() and not run.is_complete() and run.claim_publication():
-                records = [run.read_record(n) for n in range(run.worker.count)]
-                found = [record for record in records if record is not None]
-                if len(found) == len(records):  # else another that had stalled has published
+                records = [r for n in range(run.worker.count) if (r := run.read_record(n))]
+                if len(records) == run.worker.count:  # else one that had stalled has published
                     run.begin_publication()
                     self._is_publisher = True
-                    return found
+                    return records
             run.unlock_publication()
         run.is_published = run.is_complete()
         return None

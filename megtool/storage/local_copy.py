@@ -54,13 +54,13 @@ def local_copy(path: Path, *, head_bytes: int | None = None) -> Iterator[Path]:
         yield copy
 
 
-def local_work_folder(destination: Path, purpose: str, beside: Path) -> Path:
-    """Return the folder for what a run keeps on this machine: `beside` a local destination.
+def local_work_folder(destination: Path, purpose: str, local: Path) -> Path:
+    """Return the folder for what a run keeps on this machine: `local`, unless it is in a store.
 
     That for a destination in a store is a folder of this user among temporary files.
     """
     if not is_remote(destination):
-        return beside
+        return local
     name = hashlib.sha256(str(destination).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"megtool-{purpose}-{os.geteuid()}-{name}"
 
