@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megtool.dtypes import DType
 from megtool.errors import FormatError
 from megtool.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.formats.safetensors.header import read_header
@@ -19,7 +18,7 @@ from megtool.formats.torch_checkpointing.metadata import ItemFile, NestedPath
 from megtool.pickles import reader as pickle_reader
 from megtool.pickles.reader import Inert, dict_items, is_global
 from megtool.pickles.torch_file import StorageBudget, open_torch_file
-from megtool.pickles.zip_tensor import StorageView, parse_storage_view
+from megtool.pickles.zip_tensor import StorageView, TensorLocation, parse_storage_view
 from megtool.tensors.catalogue import StoredFile
 
 _MAX_DEPTH = 64
@@ -28,17 +27,13 @@ _UNSUPPORTED_HINT = "load it with the tool that wrote it, and save plain tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ItemTensor:
+class ItemTensor(TensorLocation):
     """A rank's part of a tensor: its bytes, and its element strides unless they are row-major.
 
     `is_dtensor`: the file says that it is a part of a larger tensor (`global_shape`).
     """
 
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
     length: int
-    strides: tuple[int, ...] | None = None
     is_dtensor: bool = False
     global_shape: tuple[int, ...] | None = None
 
@@ -89,6 +84,7 @@ def read_rank_item(
                 shape=entry.shape,
                 offset=header.start + entry.begin,
                 length=entry.end - entry.begin,
+                strides=None,
             )
     else:
         budget.take(stored.size, file=path)

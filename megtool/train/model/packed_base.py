@@ -21,7 +21,7 @@ from megtool.model.moe.experts import ExpertLinear
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.unpacked_forward import make_in_passes
 from megtool.number_formats.decode_torch import PACKINGS, as_bytes, decode_torch
-from megtool.number_formats.packed_parts import Index, PackedPart
+from megtool.number_formats.packed_parts import Index
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.weight_views import ParameterPart, WeightViews, strided_view
 from megtool.quant.recipes.modules import list_modules
@@ -29,7 +29,12 @@ from megtool.source.checkpoint import CheckpointSource
 from megtool.storage.files import Files
 from megtool.tensors.placement import Placement, narrow
 from megtool.transport.cast import numeric_values
-from megtool.transport.reading.packed_windows import PackedWindows, find_box, read_windows
+from megtool.transport.reading.packed_windows import (
+    PackedBox,
+    PackedWindows,
+    find_box,
+    read_windows,
+)
 from megtool.transport.reading.reader import CheckpointReader
 
 
@@ -41,14 +46,10 @@ class KeepPacked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedTensor:
+class PackedTensor(PackedBox):
     """A box of a stored tensor: windows of its parts on the rank's device."""
 
-    packing: str
-    parts: tuple[PackedPart, ...]
     windows: Mapping[str, Tensor]
-    lo: Index
-    hi: Index
 
     @classmethod
     def of(cls, read: PackedWindows, device: torch.device) -> PackedTensor:

@@ -24,17 +24,23 @@ _SCRATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWindows:
-    """The box `lo:hi` of a packed tensor: its parts, and a window of each by role, in `DType.view`.
+class PackedBox:
+    """The box `lo:hi` of a packed tensor, which has parts."""
+
+    packing: str
+    parts: tuple[PackedPart, ...]
+    lo: Index
+    hi: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWindows(PackedBox):
+    """A window of each part of a box by role, in `DType.view`.
 
     Zero points have an element each.
     """
 
-    packing: str
-    parts: tuple[PackedPart, ...]
     windows: Mapping[str, NDArray[Any]]
-    lo: Index
-    hi: Index
 
 
 def find_box(placement: Placement, shape: Index) -> tuple[Index, Index]:
