@@ -32,7 +32,7 @@ from bench.table import Table, parser, show, workplace
 from bench.text_loss import losses_of
 
 from megtool import quantize
-from megtool.options.quantize import CalibrationDataOptions
+from megtool.options.quantize import CalibrationData
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quantize.calibration_data import read_samples
@@ -203,7 +203,7 @@ def with_options(name: str, options: list[str], rotation: str, seed: int, path: 
 def auto_round(given: argparse.Namespace, scheme: str, seed: int, out: Path) -> Path:
     """Have auto-round quantize the same rows; the folder in compressed-tensors' format."""
     source = open_decoder(given.model)
-    drawn = CalibrationDataOptions(
+    drawn = CalibrationData(
         data=given.data, samples=given.samples, seq_length=given.length, seed=seed
     )
     rows = read_samples(

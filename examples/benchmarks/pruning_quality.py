@@ -44,8 +44,8 @@ from torch import Tensor
 
 from megtool import finetune, reshard
 from megtool.convert.pruning_scores import KeptParts, PruningScores, choose_parts, encode_scores
-from megtool.options.quantize import CalibrationDataOptions
-from megtool.options.selection import PruningOptions
+from megtool.options.quantize import CalibrationData
+from megtool.options.selection import Pruning
 from megtool.quantize.calibration_data import read_samples
 from megtool.source.open import open_decoder
 
@@ -119,7 +119,7 @@ class PruningRun:
     def _rows(self, seed: int) -> Tensor:
         """Rows of tokens [N, S], drawn from the text."""
         given, source = self._given, open_decoder(self._given.model)
-        options = CalibrationDataOptions(
+        options = CalibrationData(
             data=str(given.data), samples=given.samples, seq_length=given.length, seed=seed
         )
         drawn = read_samples(
@@ -204,7 +204,7 @@ class PruningRun:
         file, folder = self._place / "scores.json", self._place / "small"
         file.write_bytes(encode_scores(scores))
         sizes = {cut: size}
-        kept = choose_parts(scores, PruningOptions(**sizes), self._config, file)
+        kept = choose_parts(scores, Pruning(**sizes), self._config, file)
         reshard(self._given.model, folder, to="hf", pruning_scores=file, fsync=False, **sizes)
         return freeze(kept), folder
 

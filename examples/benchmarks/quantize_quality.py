@@ -31,7 +31,7 @@ from megtool.inference.evaluation.perplexity import token_scores
 from megtool.inference.evaluation.texts import read_token_documents
 from megtool.inference.windows import IGNORED, batches
 from megtool.model.batch import Batch
-from megtool.options.quantize import CalibrationDataOptions
+from megtool.options.quantize import CalibrationData
 from megtool.quant.modelopt.load import import_modelopt, silence_output
 from megtool.quant.modelopt.quantizer_config import build_modelopt_config
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
@@ -228,9 +228,7 @@ class Peer:
         config = opened.view.config
         if config is None:
             raise SystemExit(f"{given.model} is no model")
-        wanted = CalibrationDataOptions(
-            data=given.data, samples=given.samples, seq_length=given.length
-        )
+        wanted = CalibrationData(data=given.data, samples=given.samples, seq_length=given.length)
         self._samples = read_samples(
             wanted,
             tokenizer,

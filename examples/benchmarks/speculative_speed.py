@@ -22,7 +22,7 @@ from bench.table import Table, parser, show, times
 import megtool.data
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
-from megtool.inference.generation.generate import DecodingOptions, Meter, generate
+from megtool.inference.generation.generate import Decoding, Meter, generate
 from megtool.model.batch import Batch
 from megtool.model.stacks.decoder import Decoder
 from megtool.spec.model_config import ModelConfig
@@ -101,7 +101,7 @@ def write(
 ) -> tuple[list[tuple[int, ...]], Meter, float]:
     """Texts, their meter, and the seconds of processors that their steps took."""
     meter, began = Meter(), time.process_time()
-    options = DecodingOptions(num_slots=len(requests), speculative=speculative, graphed=False)
+    options = Decoding(num_slots=len(requests), speculative=speculative, graphed=False)
     texts = generate(forward, requests, options, new_detokenizer=Letters, meter=meter)
     out = [text.ids for text in texts]
     return out, meter, time.process_time() - began

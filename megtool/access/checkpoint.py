@@ -16,7 +16,7 @@ from megtool.console import Progress, silent
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, UnknownTensorsError, UsageError
-from megtool.options.groups import AdaptedSourceOptions, SourceOptions
+from megtool.options.groups import AdaptedSource, SourceOptions
 from megtool.options.layout import ParallelConfig
 from megtool.process.gc_pause import paused_collection
 from megtool.process.threads import BackgroundCall
@@ -205,7 +205,7 @@ def read_headers(
     like: str | Path | None = None,
     iteration: int | str | None = None,
     adapter: AdapterLocations = (),
-) -> tuple[Headers, AdaptedSourceOptions]:
+) -> tuple[Headers, AdaptedSource]:
     """The headers of a checkpoint, and what is said of its model; see `open_checkpoint`.
 
     Raises:
@@ -213,7 +213,7 @@ def read_headers(
         StorageError: it cannot be read.
         UsageError: the location is empty, or no location.
     """
-    options = AdaptedSourceOptions(
+    options = AdaptedSource(
         family=family,
         like=None if like is None else to_location(like),
         iteration=None if iteration is None else str(iteration),

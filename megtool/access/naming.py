@@ -9,7 +9,7 @@ from megtool.access.rank_cut import cut_for_rank
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.dialects import (
     STATE_FIRST,
-    DialectOptions,
+    DialectNaming,
     detect_dialect,
     read_side,
     write_side,
@@ -78,7 +78,7 @@ def name_tensors(
                 hint="--family NAME and --like HF_FOLDER say which model it is",
             )
         view = replace(view, canonical={n: t for n, t in view.canonical.items() if ":" not in n})
-    options = DialectOptions(
+    options = DialectNaming(
         divisible_by=vocab_divisor(source.catalogue) if naming == "megatron" else 1,
         state_names=STATE_FIRST,
     )

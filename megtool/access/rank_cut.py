@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import prod
 
 from megtool.convert.canonical_view import CanonicalView, TargetView
-from megtool.convert.dialects import DialectOptions, write_side
+from megtool.convert.dialects import DialectNaming, write_side
 from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
     IndexedTarget,
@@ -53,7 +53,7 @@ def cut_for_rank(
         config=config,
         parallel=parallel,
         per_layer=True,
-        options=DialectOptions(divisible_by=1),
+        options=DialectNaming(divisible_by=1),
     )
     ranks = rank_parameters(megatron.tensors, megatron.config or config, parallel)
     index = IndexedTarget.of(megatron)

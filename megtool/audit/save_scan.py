@@ -61,7 +61,7 @@ _OpenGroup = tuple[RowGroup, list[ShardReader]]
 
 
 @dataclass(slots=True, kw_only=True)
-class ScanSettings:
+class ScanPlan:
     """How saves are read: threads (None: one per core), `quick` without the data."""
 
     threads: int | None = None
@@ -69,7 +69,7 @@ class ScanSettings:
     progress: Progress = lambda num_bytes: None
 
 
-def scan_save(save: RunSave, settings: ScanSettings) -> SaveFacts:
+def scan_save(save: RunSave, settings: ScanPlan) -> SaveFacts:
     """Read a save, and keep what an audit needs of it.
 
     What is wrong with it is in the `problems` of the result: it is no error.
@@ -104,7 +104,7 @@ def _problem(error: MegtoolError) -> tuple[str, str, str]:
 class _Scan:
     """The reading of one save."""
 
-    def __init__(self, catalogue: Catalogue, facts: SaveFacts, settings: ScanSettings) -> None:
+    def __init__(self, catalogue: Catalogue, facts: SaveFacts, settings: ScanPlan) -> None:
         self.raw = self.model_space = catalogue
         self.facts, self.settings = facts, settings
         self.threads = default_threads(settings.threads, catalogue.root)

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from megtool.commands.verbs import Verb
 from megtool.options.field import LAYOUT, OptionField, option, option_fields
-from megtool.options.groups import DANGEROUS, INPUT, OUTPUT, RUNNING, ReportOptions
+from megtool.options.groups import DANGEROUS, INPUT, OUTPUT, RUNNING, ReportOutput
 
 FULL_WIDTH = 180
 """Columns of a terminal from which tables hold the longest option names of Megatron."""
@@ -122,7 +122,7 @@ def shown_fields(verb: Verb) -> list[OptionField]:
     if verb.has_config:
         first = next(n for n, e in enumerate(entries) if not e.spec.is_argument)
         entries.insert(first, CONFIG)
-    entries += option_fields(ReportOptions)
+    entries += option_fields(ReportOutput)
     return sorted(entries, key=_panel_order)
 
 

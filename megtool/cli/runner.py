@@ -26,14 +26,14 @@ from megtool.console import (
 from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.field import find_option, option_fields, replace_options
-from megtool.options.groups import ReportOptions
+from megtool.options.groups import ReportOutput
 from megtool.report.sections import Report, finite_json
 
 Work = Callable[[Progress], Report]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandOutput(ReportOptions):
+class CommandOutput(ReportOutput):
     """How a command reports.
 
     `resumes` tells the user that an interrupted run resumes. Of many processes that do the same

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from megtool.audit.run_audit import RunAudit
 from megtool.audit.run_saves import RunFolder, RunSave, read_run
-from megtool.audit.save_scan import ScanSettings, scan_save
+from megtool.audit.save_scan import ScanPlan, scan_save
 from megtool.commands.options.checkpoints import AuditOptions
 from megtool.commands.reports.audit import AuditReport
 from megtool.console import Progress, several, silent
@@ -109,7 +109,7 @@ class _Watch:
             if s.step not in self._audited and (steps is None or s.step in steps)
         ]
         ready = [s for s in saves if is_last or self._is_ready(run, s)]
-        settings = ScanSettings(
+        settings = ScanPlan(
             threads=self.options.threads, is_quick=self.options.quick, progress=self._count
         )
         for save in ready:

@@ -13,7 +13,7 @@ from megtool.commands.reports.evaluate import EvaluatePlan, LabelReport
 from megtool.console import Progress
 from megtool.convert.families.label_head import label_names
 from megtool.convert.megatron.sharding import check_layout
-from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
+from megtool.data.labeled_texts import LabeledDataset, LabelForm, read_labeled_texts
 from megtool.errors import UsageError
 from megtool.export.hf.engine_arithmetic import check_dequantize, run_as_engine
 from megtool.inference.runtime import LESS_MEMORY, load_forward, on_ranks
@@ -60,7 +60,7 @@ def evaluate_labels(
     config = source.config
     names = label_names(config)
     tokenizer = source.tokenizer(options.tokenizer)
-    label_settings = LabelSettings(
+    label_settings = LabelForm(
         names=names,
         both_ways=config.bidirectional,
         field=options.field,

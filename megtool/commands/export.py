@@ -18,7 +18,7 @@ from megtool.fp8_state.modelopt_amax import has_quantizers
 from megtool.lint.engines import ENGINES
 from megtool.options.effects import check_effects, without_effect
 from megtool.options.layout import ParallelConfig
-from megtool.options.selection import SelectionOptions
+from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.quant.recipes.engine_support import parse_engine
@@ -74,6 +74,7 @@ def export(
             progress=progress,
         )
     if to != "hf" and _is_quantized_megatron(options):
+        from megtool.export.hf.quantized_folder import EngineFolder
         from megtool.export.hf.quantized_megatron import export_quantized_megatron
 
         check_effects(options, ExportFacts(to=to, is_repacked=False))
@@ -82,9 +83,7 @@ def export(
             source,
             destination,
             options.reading,
-            to=to,
-            target=engine or None,
-            max_shard_size=options.max_shard_size,
+            EngineFolder(to=to, target=engine or None, max_shard_size=options.max_shard_size),
             execution=execution,
             files=files,
             progress=progress,
@@ -96,14 +95,12 @@ def export(
     if not is_repacked:
         plain = _export_plain(options, engine, catalogue, files, progress)
         return _add_engine_note(plain, engine, destination)
-    from megtool.export.hf.quantized_folder import export_folder
+    from megtool.export.hf.quantized_folder import EngineFolder, export_folder
 
     report = export_folder(
         source,
         destination,
-        to=to,
-        target=engine or None,
-        max_shard_size=options.max_shard_size,
+        EngineFolder(to=to, target=engine or None, max_shard_size=options.max_shard_size),
         family=options.reading.family,
         execution=execution,
         files=files,
@@ -211,7 +208,7 @@ def _export_plain(
     report = reshard(
         ReshardOptions(
             source=source,
-            selection=SelectionOptions(reading=options.reading),
+            selection=SourceSelection(reading=options.reading),
             target=TargetOptions(
                 destination=destination,
                 to="hf",

@@ -17,9 +17,9 @@ from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
 from megtool.formats.save_folder import folder_name
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.execution import ExecutionOptions
-from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions
+from megtool.options.groups import AdaptedSource, RuntimeOptions
 from megtool.options.layout import ParallelConfig
-from megtool.options.selection import SelectionOptions
+from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.reshard.foreign_objects import screen_source
 from megtool.reshard.run import reshard_checkpoint
@@ -287,23 +287,22 @@ def _export(
     saved, written = folder / folder_name(iteration), folder / EXPORT_FOLDER
     execution = ExecutionOptions(overwrite=True, fsync=settings.fsync)
     if has_quantizers:
+        from megtool.export.hf.quantized_folder import EngineFolder
         from megtool.export.hf.quantized_megatron import export_quantized_megatron
 
         export_quantized_megatron(
             saved,
             written,
             replace(settings.source, iteration=None),
-            to="unified",
+            EngineFolder(to="unified"),
             execution=execution,
             progress=progress,
         )
     else:
         reshard_checkpoint(
             saved,
-            SelectionOptions(
-                reading=AdaptedSourceOptions(
-                    family=settings.source.family, like=settings.source.like
-                )
+            SourceSelection(
+                reading=AdaptedSource(family=settings.source.family, like=settings.source.like)
             ),
             TargetOptions(to="hf", optimizer_format="none", destination=written),
             execution,

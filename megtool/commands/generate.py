@@ -24,7 +24,7 @@ from megtool.source.open import open_decoder
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.generation.batching import GenerateRequest
-    from megtool.inference.generation.generate import Completion, DecodingOptions
+    from megtool.inference.generation.generate import Completion, Decoding
     from megtool.inference.generation.prompts import Conversation
 
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
@@ -67,7 +67,7 @@ def generate(
         UsageError: an option has no effect, or no such value.
         MegtoolError: the checkpoint, its tokenizer, the layout or a prompt cannot be used.
     """
-    from megtool.inference.generation.generate import DecodingOptions, check_requests
+    from megtool.inference.generation.generate import Decoding, check_requests
     from megtool.inference.generation.prompts import encode_prompt, make_request
     from megtool.inference.generation.speculative import choose_drafting
     from megtool.inference.generation.stop_strings import Stops
@@ -84,7 +84,7 @@ def generate(
         stream_layers=options.stream_layers,
     )
     Stops(options.stop)  # refuses empty stop strings
-    decoding = DecodingOptions(
+    decoding = Decoding(
         sampling=options.sampling,
         eos_ids=frozenset(tokenizer.eos_ids),
         stop=options.stop,
@@ -140,7 +140,7 @@ def _run(
     tokenizer: Tokenizer,
     prompts: _Prompts,
     options: GenerateOptions,
-    decoding: DecodingOptions,
+    decoding: Decoding,
     *,
     callbacks: _Callbacks,
 ) -> GenerateReport:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megtool.console import format_bytes
-from megtool.options.groups import WorkerScanOptions
+from megtool.options.groups import ScanShare
 from megtool.plan.worker_status import WorkerStatus
 from megtool.process.worker_identity import parse_worker
 from megtool.report.sections import Report, Row
@@ -61,7 +61,7 @@ def _describe(worker: WorkerStatus) -> str:
 
 
 def run_shared(
-    options: WorkerScanOptions,
+    options: ScanShare,
     verb: str,
     locations: Sequence[Path],
     scan: Callable[[SharedScan | None], AnyReport],

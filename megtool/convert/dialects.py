@@ -36,7 +36,7 @@ from megtool.tensors.sharded import GlobalTensor
 __all__ = [
     "DIALECTS",
     "CanonicalView",
-    "DialectOptions",
+    "DialectNaming",
     "TargetView",
     "detect_dialect",
     "is_optimizer_state",
@@ -274,7 +274,7 @@ def _unwrapped(tensors: Mapping[str, GlobalTensor], binding: Binding) -> Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialectOptions:
+class DialectNaming:
     """What a dialect leaves open when tensors are written.
 
     In `megatron` the vocabulary is padded to a multiple of `divisible_by * tp`; `main` is the name
@@ -301,7 +301,7 @@ class DialectOptions:
     state_names: str | None = None
 
 
-DEFAULT_OPTIONS = DialectOptions()
+DEFAULT_OPTIONS = DialectNaming()
 
 
 def write_side(
@@ -313,7 +313,7 @@ def write_side(
     dtype: DType | None = None,
     parallel: ParallelConfig | None = None,
     per_layer: bool | None = None,
-    options: DialectOptions = DEFAULT_OPTIONS,
+    options: DialectNaming = DEFAULT_OPTIONS,
 ) -> TargetView:
     """Plan the tensors of another dialect (or layout) from a source's canonical tensors.
 
@@ -561,7 +561,7 @@ def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, Glob
     return out
 
 
-def _speller(state: str, source: CanonicalView, options: DialectOptions) -> Callable[[str], str]:
+def _speller(state: str, source: CanonicalView, options: DialectNaming) -> Callable[[str], str]:
     """How tensors of one state are called, by the names of the weights."""
     if not state:
         return str

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import FormatError, UsageError
-from megtool.options.selection import PruningOptions
+from megtool.options.selection import Pruning
 from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
@@ -140,7 +140,7 @@ def read_scores(path: Path) -> PruningScores:
 
 
 def choose_parts(
-    scores: PruningScores, sizes: PruningOptions, config: ModelConfig, file: Path
+    scores: PruningScores, sizes: Pruning, config: ModelConfig, file: Path
 ) -> KeptParts:
     """The parts with the highest scores; of equal ones, the first.
 
@@ -223,7 +223,7 @@ def choose_parts(
     )
 
 
-def _head_counts(sizes: PruningOptions, config: ModelConfig) -> tuple[int, int]:
+def _head_counts(sizes: Pruning, config: ModelConfig) -> tuple[int, int]:
     """Query heads and groups of the smaller model."""
     each = config.attention.num_heads // config.attention.num_kv_heads
     num_heads, num_groups = sizes.num_attention_heads, sizes.num_query_groups

@@ -34,7 +34,7 @@ _WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabelSettings:
+class LabelForm:
     """What a model's labels are: their names, and whether its tokens attend both ways.
 
     `field` is that of a record with the text, `split` that of a data set. Texts without labels are
@@ -70,7 +70,7 @@ class LabeledTexts:
 
 
 def read_labeled_texts(
-    sources: Sequence[str | Path], tokenizer: Tokenizer, settings: LabelSettings
+    sources: Sequence[str | Path], tokenizer: Tokenizer, settings: LabelForm
 ) -> LabeledTexts:
     """Read and tokenize all records of some sources.
 
@@ -114,7 +114,7 @@ def _has_pairs(source: str | Path, split: str | None) -> bool:
 
 
 def _read(
-    source: str | Path, tokenizer: Tokenizer, settings: LabelSettings, kind: LabelKind
+    source: str | Path, tokenizer: Tokenizer, settings: LabelForm, kind: LabelKind
 ) -> list[LabeledText]:
     if kind == "preferences":
         pairs = documents(source, field=_PREFERRED, split=settings.split, extras=(_OTHER, _PROMPT))

@@ -21,7 +21,7 @@ from megtool.parallel.process_groups import ALONE, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowOptions:
+class RowForm:
     """How documents become rows of `length` tokens.
 
     Args:
@@ -50,7 +50,7 @@ class RowOptions:
 def open_dataset(
     sources: Sequence[str | Path],
     tokenizer: Tokenizer | None,
-    options: RowOptions,
+    options: RowForm,
     *,
     cache: Path | None,
     vocab_size: int,
@@ -113,7 +113,7 @@ def open_dataset(
 
 
 def _make_feeds(
-    stores: Sequence[Documents], sources: Sequence[str | Path], options: RowOptions, pad_id: int
+    stores: Sequence[Documents], sources: Sequence[str | Path], options: RowForm, pad_id: int
 ) -> list[TokenDataset]:
     if options.targets is None:
         return [

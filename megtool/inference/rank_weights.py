@@ -16,7 +16,7 @@ from megtool.access.read_boxes import BUFFER_BYTES, BoxRead, BoxReader, PlannedR
 from megtool.console import Progress, silent
 from megtool.convert.dialects import (
     CanonicalView,
-    DialectOptions,
+    DialectNaming,
     TargetView,
     is_optimizer_state,
     write_side,
@@ -91,7 +91,7 @@ class Weights:
             config=self.config,
             parallel=self.parallel,
             per_layer=True,
-            options=DialectOptions(divisible_by=vocab_multiple),
+            options=DialectNaming(divisible_by=vocab_multiple),
         )
         others = [t.name for t in target.tensors if t.name.startswith("encoder.")]
         if others and not self.config.num_decoder_layers:

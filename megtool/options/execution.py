@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from megtool.options.field import OptionCondition, option
-from megtool.options.groups import OUTPUT, CopyOptions, OutputOptions, WorkerOptions
+from megtool.options.groups import OUTPUT, CopyResources, Publishing, WorkerShare
 from megtool.options.sizes import parse_size
 from megtool.process.threads import count_threads
 from megtool.process.worker_identity import WorkerIdentity, parse_worker
@@ -29,7 +29,7 @@ _WRITES = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecutionOptions(CopyOptions, OutputOptions, WorkerOptions):
+class ExecutionOptions(CopyResources, Publishing, WorkerShare):
     """How a checkpoint is planned, written and checked."""
 
     digest: Literal["all", "buffered", "none"] | None = option(
@@ -68,7 +68,7 @@ class ExecutionOptions(CopyOptions, OutputOptions, WorkerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeExecutionOptions(ExecutionOptions):
+class LargeExecution(ExecutionOptions):
     """How a checkpoint is written whose tensors are computed, which takes larger buffers."""
 
     memory: str = option(

@@ -10,7 +10,7 @@ from megtool.options.groups import INPUT, OUTPUT
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufOptions(Options):
+class GgufForm(Options):
     """The types of weights in a GGUF file, and what else it is to be."""
 
     outtype: str | None = option(

@@ -42,7 +42,7 @@ class SourceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptedSourceOptions(SourceOptions):
+class AdaptedSource(SourceOptions):
     """A checkpoint to read, and adapters that are merged into its weights."""
 
     adapter: tuple[Path, ...] = option(
@@ -55,7 +55,7 @@ class AdaptedSourceOptions(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRunOptions(Options):
+class DryRun(Options):
     """Planning without writing."""
 
     dry_run: bool = option(
@@ -64,7 +64,7 @@ class DryRunOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions(DryRunOptions):
+class Publishing(DryRun):
     """How a result appears at its destination."""
 
     overwrite: bool = option(
@@ -77,7 +77,7 @@ class OutputOptions(DryRunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectOptions(Options):
+class ForeignObjects(Options):
     """What becomes of objects that would run code when the result is loaded."""
 
     drop_objects: bool = option(
@@ -89,7 +89,7 @@ class ObjectOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadOptions(Options):
+class ThreadCount(Options):
     """Threads of reading and writing."""
 
     threads: int | None = option(
@@ -101,7 +101,7 @@ class ThreadOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyOptions(ThreadOptions):
+class CopyResources(ThreadCount):
     """The resources that copying takes, and the store that it may trust."""
 
     memory: str = option(
@@ -119,7 +119,7 @@ class CopyOptions(ThreadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOptions(Options):
+class WorkerShare(Options):
     """Which of several processes this is that do one piece of work together."""
 
     worker: str | None = option(
@@ -133,7 +133,7 @@ class WorkerOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerScanOptions(Options):
+class ScanShare(Options):
     """Which of several processes this is that read one checkpoint together."""
 
     worker: str | None = option(
@@ -153,7 +153,7 @@ class WorkerScanOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(Options):
+class RequiredEngine(Options):
     """The engine that has to load what is written."""
 
     target: EngineName | None = option(
@@ -164,7 +164,7 @@ class EngineOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerOptions(Options):
+class TokenizerChoice(Options):
     """The tokenizer of a model that is run."""
 
     tokenizer: Path | None = option(
@@ -176,7 +176,7 @@ _HAS_CP = requires("cp", "--cp N splits the tokens of every row over N ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextParallelOptions(Options):
+class ContextParallelism(Options):
     """How ranks of context parallelism exchange keys and values."""
 
     cp_comm_type: str | None = option(
@@ -219,7 +219,7 @@ class ContextParallelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeOptions(ContextParallelOptions):
+class RuntimeOptions(ContextParallelism):
     """How a model is run: device, dtype, kernels and parallel layout.
 
     `device` None is CUDA if there is one, else the CPU. `dtype` None is the checkpoint's own on
@@ -282,7 +282,7 @@ class RuntimeOptions(ContextParallelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageOptions(Options):
+class HtmlPage(Options):
     """A report as a page beside the text.
 
     Raises:
@@ -305,7 +305,7 @@ class PageOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(Options):
+class ReportOutput(Options):
     """How a report is printed; every command has these."""
 
     as_json: bool = option(OUTPUT, "Print the report as JSON.", False, flags=("--json",))

@@ -11,9 +11,9 @@ from megtool.options.field import REQUIRED, Options, group, option
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
-    EngineOptions,
+    RequiredEngine,
     RuntimeOptions,
-    TokenizerOptions,
+    TokenizerChoice,
 )
 from megtool.options.layout import LayoutOptions
 from megtool.options.sizes import parse_size
@@ -25,7 +25,7 @@ MIN_LENGTH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeOptions(EngineOptions):
+class RecipeChoice(RequiredEngine):
     """A recipe, and what it is applied for."""
 
     recipe: str = option(
@@ -41,7 +41,7 @@ class RecipeOptions(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationDataOptions(Options):
+class CalibrationData(Options):
     """The data to calibrate on.
 
     `data` is what `data.documents.documents` reads, or a Megatron data set; None is the text that
@@ -106,10 +106,10 @@ class CalibrationDataOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationOptions(TokenizerOptions):
+class CalibrationOptions(TokenizerChoice):
     """What calibrates, on what, and what becomes of its result."""
 
-    data: CalibrationDataOptions = group(CalibrationDataOptions)
+    data: CalibrationData = group(CalibrationData)
     uncalibrated_experts: Literal["share", "weights", "none"] | None = option(
         CALIBRATION,
         "Experts that too few tokens reached: share uses the statistics of the other experts "
@@ -156,7 +156,7 @@ class CalibrationOptions(TokenizerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamedRuntimeOptions(RuntimeOptions):
+class StreamedRuntime(RuntimeOptions):
     """How a model is calibrated: layer by layer, unless the whole of it fits."""
 
     stream_layers: bool = option(
@@ -167,7 +167,7 @@ class StreamedRuntimeOptions(RuntimeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedOutputOptions(Options):
+class QuantizedOutput(Options):
     """What is written, and whether both models are measured on a text."""
 
     eval_data: str | None = option(

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megtool.options.effects import is_set, requires
 from megtool.options.field import OptionCondition, Options, group, option
-from megtool.options.groups import INPUT, AdaptedSourceOptions
+from megtool.options.groups import INPUT, AdaptedSource
 
 PRUNING = "Pruning"
 PRUNED_SIZES = (
@@ -38,7 +38,7 @@ _IS_WHOLE_MODEL = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruningOptions(Options):
+class Pruning(Options):
     """What is left out of a model: layers that are named, or by scores what matters least."""
 
     layers: str | None = option(
@@ -98,7 +98,7 @@ class PruningOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionOptions(Options):
+class SourceSelection(Options):
     """The checkpoints that a reshard reads, and which of their tensors.
 
     `select` and `exclude` are globs on stored names, which apply to the source's. Checkpoints that
@@ -114,7 +114,7 @@ class SelectionOptions(Options):
         INPUT, "No tensors of these names; repeatable.", (), metavar="GLOB"
     )
     optimizer_only: bool = option(INPUT, "Optimizer state without the weights.", False)
-    pruning: PruningOptions = group(PruningOptions)
+    pruning: Pruning = group(Pruning)
     average: tuple[Path, ...] = option(
         INPUT, "Write the mean of SRC's weights and these; repeatable.", (), metavar="OTHER"
     )
@@ -124,4 +124,4 @@ class SelectionOptions(Options):
         metavar="LIST",
         needs=(requires("average", "--average OTHER names other checkpoints"),),
     )
-    reading: AdaptedSourceOptions = group(AdaptedSourceOptions)
+    reading: AdaptedSource = group(AdaptedSource)

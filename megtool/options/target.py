@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megtool.options.field import OptionCondition, argument, group, option
-from megtool.options.groups import DESTINATION, INPUT, OUTPUT, ObjectOptions
+from megtool.options.groups import DESTINATION, INPUT, OUTPUT, ForeignObjects
 from megtool.options.layout import LayoutOptions
 from megtool.options.sizes import parse_size
 
@@ -60,7 +60,7 @@ _IS_RANK_FILES = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions(ObjectOptions):
+class TargetOptions(ForeignObjects):
     """What to write and where.
 
     Raises:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import UsageError
-from megtool.options.quantize import CalibrationDataOptions
+from megtool.options.quantize import CalibrationData
 from megtool.storage.location.path import location
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CalibrationSamples:
 
 
 def read_samples(
-    options: CalibrationDataOptions,
+    options: CalibrationData,
     tokenizer: Tokenizer | None,
     *,
     vocab_size: int,
@@ -137,7 +137,7 @@ def _synthetic_samples(samples: int, length: int, vocab_size: int, seed: int) ->
 
 
 def _iterate_rows(
-    options: CalibrationDataOptions, tokenizer: Tokenizer, length: int
+    options: CalibrationData, tokenizer: Tokenizer, length: int
 ) -> Iterator[tuple[Int, Int, Int]]:
     """All rows of the data; only the last one has padding."""
     from megtool.data.packing import pack
@@ -149,7 +149,7 @@ def _iterate_rows(
         yield rows.tokens_BS[0], rows.positions_BS[0], numbered
 
 
-def _documents(options: CalibrationDataOptions, tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
+def _documents(options: CalibrationData, tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
     from megtool.data.documents import documents
     from megtool.data.indexed import IndexedDataset
     from megtool.data.tokenize_documents import EncodedDocument, encode

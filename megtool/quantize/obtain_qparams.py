@@ -222,7 +222,7 @@ def _calibrated(
 ) -> SolvedQParams | None:
     """Calibrate with the samples, on all processes."""
     from megtool.quant.calibration.calibrate import calibrate
-    from megtool.quant.calibration.settings import CalibrationSettings
+    from megtool.quant.calibration.settings import CalibrationMethod
 
     if samples is None:
         raise ValueError("a recipe that needs data got none")
@@ -246,7 +246,7 @@ def _calibrated(
             request.sites,
             samples.batches(),
             fingerprint=request.fingerprint(samples),
-            settings=CalibrationSettings(
+            settings=CalibrationMethod(
                 groups=groups,
                 dtype=request.runtime.dtype or "float32",
                 stream_layers=request.runtime.stream_layers,

@@ -85,7 +85,7 @@ def _run_stages(
 def _measure(request: QuantizeRun, samples: CalibrationSamples | None, progress: Progress) -> None:
     """Measure the sensitivity of each decision unit, and choose formats."""
     from megtool.quant.calibration.resume_folder import SENSITIVITY_FOLDER
-    from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
+    from megtool.quant.mixed_precision.sensitivity import SensitivityRuntime, measure
 
     if samples is None:
         raise ValueError("a recipe that chooses formats needs data")
@@ -96,7 +96,7 @@ def _measure(request: QuantizeRun, samples: CalibrationSamples | None, progress:
             request.resolved.recipe,
             request.sites,
             samples.batches(),
-            settings=SensitivitySettings(
+            settings=SensitivityRuntime(
                 groups=groups,
                 dtype=request.runtime.dtype or "float32",
                 stream_layers=request.runtime.stream_layers,

@@ -12,9 +12,9 @@ from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import RuntimeOptions
 from megtool.options.quantize import (
     CalibrationOptions,
-    QuantizedOutputOptions,
-    RecipeOptions,
-    StreamedRuntimeOptions,
+    QuantizedOutput,
+    RecipeChoice,
+    StreamedRuntime,
 )
 from megtool.process.worker_identity import WorkerIdentity
 from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
@@ -54,11 +54,11 @@ class QuantizeRun:
     resolved: ResolvedRecipe
     destination: Path
     began: float
-    recipe: RecipeOptions
+    recipe: RecipeChoice
     bits: float | None = None
-    runtime: RuntimeOptions = field(default_factory=StreamedRuntimeOptions)
+    runtime: RuntimeOptions = field(default_factory=StreamedRuntime)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    output: QuantizedOutputOptions = field(default_factory=QuantizedOutputOptions)
+    output: QuantizedOutput = field(default_factory=QuantizedOutput)
     execution: ExecutionOptions = field(default_factory=ExecutionOptions)
     page: Path | None = None
     auto: FormatChoice | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
 from megtool.formats.save_folder import is_save_folder
-from megtool.options.selection import SelectionOptions
+from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.run_state.optimizer import NONE
 from megtool.source.average import Average, check_same_model, parse_shares
@@ -19,7 +19,7 @@ from megtool.source.subset.widths import prune_as_asked
 
 
 def open_selected(
-    path: Path, selection: SelectionOptions, target: TargetOptions
+    path: Path, selection: SourceSelection, target: TargetOptions
 ) -> CheckpointSource:
     """Open the source of a reshard to `target`.
 
@@ -37,7 +37,7 @@ def open_selected(
 
 
 def open_average(
-    first: CheckpointSource, selection: SelectionOptions, target: TargetOptions
+    first: CheckpointSource, selection: SourceSelection, target: TargetOptions
 ) -> Average | None:
     """Open the checkpoints that are averaged with the source, None where there are none.
 
@@ -64,7 +64,7 @@ def open_average(
 
 def _open(
     path: Path,
-    selection: SelectionOptions,
+    selection: SourceSelection,
     target: TargetOptions,
     *,
     select: NameFilter | None = None,
@@ -87,7 +87,7 @@ def _open(
     return prune_as_asked(source, selection.pruning)
 
 
-def _tensor_filter(selection: SelectionOptions) -> NameFilter | None:
+def _tensor_filter(selection: SourceSelection) -> NameFilter | None:
     """Which stored tensors of the source are read, None for all."""
     globs = name_filter(selection.select, selection.exclude)
     if not selection.optimizer_only:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megtool.console import Progress, silent
 from megtool.options.execution import ExecutionOptions
-from megtool.options.selection import SelectionOptions
+from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.process.gc_pause import paused_collection
@@ -23,7 +23,7 @@ from megtool.storage.files import Files
 
 def reshard_checkpoint(
     path: Path,
-    selection: SelectionOptions,
+    selection: SourceSelection,
     target: TargetOptions,
     execution: ExecutionOptions,
     *,

@@ -15,7 +15,7 @@ from megtool.convert.dialects import (
     STATE_FIRST,
     STATE_LAST,
     CanonicalView,
-    DialectOptions,
+    DialectNaming,
     TargetView,
     detect_dialect,
     is_optimizer_state,
@@ -237,7 +237,7 @@ def _bind_target(
             dtype=dtype,
             parallel=parallel if dialect == "megatron" or _is_megatron(source) else None,
             per_layer=per_layer,
-            options=DialectOptions(
+            options=DialectNaming(
                 divisible_by=vocab_divisor(source.catalogue),
                 main=main,
                 own_layers=uses_local_layers(source.catalogue),

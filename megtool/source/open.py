@@ -41,7 +41,7 @@ from megtool.megatron_state.nemo_config import read_foreign_args
 from megtool.megatron_state.optimizer.master_weight_check import check_masters
 from megtool.megatron_state.saved_objects import saved_args
 from megtool.number_formats.small_floats import single
-from megtool.options.groups import AdaptedSourceOptions, SourceOptions
+from megtool.options.groups import AdaptedSource, SourceOptions
 from megtool.source.checkpoint import HF_FOLDER, CheckpointSource, ModelIdentity
 from megtool.source.merge import add_adapters
 from megtool.source.repeated_tensors import has_own_head
@@ -133,7 +133,7 @@ def open_source(
     """
     headers = path if isinstance(path, Headers) else Headers.read(path, options)
     catalogue = headers.catalogue
-    adapters = options.adapter if isinstance(options, AdaptedSourceOptions) else ()
+    adapters = options.adapter if isinstance(options, AdaptedSource) else ()
     optimizer = optimizer and not adapters
     sidecar = read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
     ignore = tensors.ignore

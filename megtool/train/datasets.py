@@ -13,9 +13,9 @@ from megtool.console import Progress, silent
 from megtool.convert.families.label_head import label_names
 from megtool.data.dataset import BlendedDataset, TokenDataset
 from megtool.data.fill_in_middle import FillInMiddle, FimTokens
-from megtool.data.labeled_texts import LabeledDataset, LabelSettings, read_labeled_texts
+from megtool.data.labeled_texts import LabeledDataset, LabelForm, read_labeled_texts
 from megtool.data.masking import Masking
-from megtool.data.open_dataset import RowOptions, open_dataset
+from megtool.data.open_dataset import RowForm, open_dataset
 from megtool.data.source_target import SourceTarget
 from megtool.data.token_cache import Encoding, is_indexed
 from megtool.errors import MegtoolError, UsageError
@@ -78,7 +78,7 @@ def open_datasets(
         progress=progress,
     )
     tokenizer = _open_tokenizer(settings, source)
-    rows = RowOptions(
+    rows = RowForm(
         length=seq_length,
         seed=settings.seed,
         mode=None if settings.is_packed else "padded",
@@ -173,7 +173,7 @@ def _open_labeled(settings: TrainConfig, source: CheckpointSource) -> TrainDatas
             )
     config, length = source.config, row_length(settings, source.config)
     tokenizer = source.tokenizer(settings.tokenizer)
-    label_settings = LabelSettings(
+    label_settings = LabelForm(
         names=label_names(config),
         both_ways=config.bidirectional,
         field=settings.field,

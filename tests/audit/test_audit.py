@@ -344,13 +344,13 @@ def test_memory_does_not_grow_with_the_saves(
     healthy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megtool.audit.run_audit import MIN_WINDOW, RunAudit
-    from megtool.audit.save_scan import ScanSettings, scan_save
+    from megtool.audit.save_scan import ScanPlan, scan_save
 
     monkeypatch.setattr("megtool.audit.run_audit.WINDOW_BYTES", 1)
     state = RunAudit()
     saves = read_run(healthy).saves
     for save in saves:
-        state.add(scan_save(save, ScanSettings(threads=1)))
+        state.add(scan_save(save, ScanPlan(threads=1)))
     assert len(state._window) == MIN_WINDOW < len(saves)
     assert all(not s.tensors for s in state.saves)
 

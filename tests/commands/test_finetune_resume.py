@@ -289,7 +289,7 @@ def test_every_row_that_is_held_out_of_a_blend_is_measured_once(model, data, tmp
 
 def mean_held_out(model: Path, files: list[str]) -> float:
     """The mean loss of what is held out of files, each measured on its own."""
-    from megtool.data.open_dataset import RowOptions, open_dataset
+    from megtool.data.open_dataset import RowForm, open_dataset
     from megtool.parallel.process_groups import ProcessGroups
     from megtool.source.open import open_decoder
     from megtool.train.evaluation import evaluate
@@ -301,7 +301,7 @@ def mean_held_out(model: Path, files: list[str]) -> float:
     total, labels = 0.0, 0
     for file in files:
         feed = open_dataset(
-            [file], runnable.tokenizer(), RowOptions(length=32), cache=None, vocab_size=262
+            [file], runnable.tokenizer(), RowForm(length=32), cache=None, vocab_size=262
         )
         found = evaluate(stages, feed.divided(0.25)[1], micro_batch_size=1)
         total, labels = total + found.loss * found.num_labels, labels + found.num_labels

@@ -17,7 +17,7 @@ from megtool.cli.app import main
 from megtool.digests.crc32c import read_sidecar
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.quant.recipes.dialects import read_recipe_text
-from megtool.quant.recipes.rotation import RotationSettings
+from megtool.quant.recipes.rotation import RotationMatrices
 from megtool.quantize.report import QuantizeReport
 from tests.support.errors import raises
 from tests.support.models import tiny_text
@@ -187,7 +187,7 @@ def test_verify_rotates_the_original(llama: Path, folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize("settings", [{"r1": "x"}, {"seed": -1}, 3, None])
 def test_a_damaged_record_is_refused(settings: Any, tmp_path: Path) -> None:
     with raises(FormatError, file=tmp_path / "megtool.json", hint=True, id="damaged-digests"):
-        RotationSettings.of_record({"settings": settings}, tmp_path)
+        RotationMatrices.of_record({"settings": settings}, tmp_path)
 
 
 def test_rotated_weights_are_not_rotated_again(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megtool.convert.dialects import DialectOptions, detect_dialect, read_side, write_side
+from megtool.convert.dialects import DialectNaming, detect_dialect, read_side, write_side
 from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.convert.megatron.names import split_optimizer
@@ -57,7 +57,7 @@ def test_megatron_holds_every_canonical_tensor(
         dialect="megatron",
         parallel=ParallelConfig(tp=2),
         per_layer=per_layer,
-        options=DialectOptions(main="param"),
+        options=DialectNaming(main="param"),
     )
     assert set(made.placements) == set(arrays)
     out = carry(source, arrays, made)
@@ -198,7 +198,7 @@ def test_state_beside_hugging_face_names(wrapper: str, spelling: str) -> None:
     cfg, llama = config(), family("llama")
     side, _ = canonical_side(cfg, ("", "exp_avg", "exp_avg_sq"))
     made = write_side(
-        side, dialect="hf", family=llama, config=cfg, options=DialectOptions(state_names=spelling)
+        side, dialect="hf", family=llama, config=cfg, options=DialectNaming(state_names=spelling)
     )
     assert {p.stored for n, p in made.placements.items() if n == "exp_avg:norm.weight"} == {
         spelling.format(state="exp_avg", name="model.norm.weight")

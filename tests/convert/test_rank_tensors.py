@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megtool.convert.dialects import CanonicalView, DialectOptions, read_side, write_side
+from megtool.convert.dialects import CanonicalView, DialectNaming, read_side, write_side
 from megtool.convert.language.binding import Binding
 from megtool.convert.language.canonical import CanonicalModel
 from megtool.convert.megatron.names import PER_LAYER, STACKED
@@ -113,7 +113,7 @@ def test_a_rank_holds_its_slices(name: str, data: Any, carry: Callable[..., Arra
             dialect="megatron",
             parallel=parallel,
             per_layer=True,
-            options=DialectOptions(divisible_by=5),
+            options=DialectNaming(divisible_by=5),
         )
         ranks = rank_parameters(target.tensors, model, parallel)
     except LayoutError:

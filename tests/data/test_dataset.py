@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megtool.data.blend import Blend
 from megtool.data.dataset import BlendedDataset, TokenDataset
 from megtool.data.indexed import IndexedWriter
-from megtool.data.open_dataset import RowOptions, open_dataset
+from megtool.data.open_dataset import RowForm, open_dataset
 from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Mode, Overflow
 from megtool.data.token_cache import Encoding, TokenCache, store_tokens
@@ -205,12 +205,12 @@ def test_chats_learn_answers_and_texts_everything(tokenizer: Tokenizer, tmp_path
     turns = [{"role": "user", "content": "the model"}, {"role": "assistant", "content": "a text"}]
     chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(3)))
     cache = tmp_path / "cache"
-    feed = open_dataset([chats], tokenizer, RowOptions(length=64), cache=cache, vocab_size=300)
+    feed = open_dataset([chats], tokenizer, RowForm(length=64), cache=cache, vocab_size=300)
     rows = feed.rows(0, 1)
     assert 0 < rows.num_labels < rows.valid_BS.sum()
     everything = Encoding(answers_only=False)
     both = open_dataset(
-        [chats], tokenizer, RowOptions(length=64), cache=cache, vocab_size=300, encoding=everything
+        [chats], tokenizer, RowForm(length=64), cache=cache, vocab_size=300, encoding=everything
     )
     assert both.rows(0, 1).num_labels == both.rows(0, 1).valid_BS.sum()
     assert both.fingerprint != feed.fingerprint
@@ -221,7 +221,7 @@ def test_of_a_prompt_in_messages_no_turn_is_learned(tokenizer: Tokenizer, tmp_pa
     old, new = ({"role": "assistant", "content": c} for c in ("a text", "reads"))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": [new]}))
-    rows = open_dataset([data], tokenizer, RowOptions(length=64), cache=None, vocab_size=300).rows(
+    rows = open_dataset([data], tokenizer, RowForm(length=64), cache=None, vocab_size=300).rows(
         0, 1
     )
     learned = tokenizer.decode(rows.labels_BS[rows.labels_BS != IGNORED].tolist())
@@ -229,7 +229,7 @@ def test_of_a_prompt_in_messages_no_turn_is_learned(tokenizer: Tokenizer, tmp_pa
     assert "a text" not in learned
     data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": "reads"}))
     with pytest.raises(FormatError, match="line 1: the prompt has no list of messages"):
-        open_dataset([data], tokenizer, RowOptions(length=64), cache=None, vocab_size=300)
+        open_dataset([data], tokenizer, RowForm(length=64), cache=None, vocab_size=300)
 
 
 def test_a_store_is_made_once_and_anew_when_its_source_changes(
@@ -260,29 +260,29 @@ def test_a_data_set_of_megatron_is_a_source(tokenizer: Tokenizer, tmp_path: Path
         feed = open_dataset(
             [tmp_path / name],
             tokenizer,
-            RowOptions(length=8, seed=None),
+            RowForm(length=8, seed=None),
             cache=None,
             vocab_size=300,
         )
         assert feed.rows(0, 1).labels_BS[0].tolist() == list(range(4, 12))
     with pytest.raises(FormatError, match="token 19, and the model knows 19"):
-        open_dataset([tmp_path / "set"], tokenizer, RowOptions(length=8), cache=None, vocab_size=19)
+        open_dataset([tmp_path / "set"], tokenizer, RowForm(length=8), cache=None, vocab_size=19)
 
 
 def test_a_broken_line_is_named_and_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bad, cache = tmp_path / "bad.jsonl", tmp_path / "cache"
     bad.write_text('{"text": "the"}\n{"text": \n')
     with raises(FormatError, match="line 2", file=bad):
-        open_dataset([bad], tokenizer, RowOptions(length=8), cache=cache, vocab_size=300)
+        open_dataset([bad], tokenizer, RowForm(length=8), cache=cache, vocab_size=300)
     assert not list(cache.iterdir())
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(FormatError, match="nothing to train on"):
         open_dataset(
-            [tmp_path / "empty.jsonl"], tokenizer, RowOptions(length=8), cache=cache, vocab_size=300
+            [tmp_path / "empty.jsonl"], tokenizer, RowForm(length=8), cache=cache, vocab_size=300
         )
     file = tmp_path / "file"
     file.write_text("")
     good = tmp_path / "good.txt"
     good.write_text("the model")
     with pytest.raises(StorageError, match="cannot be cached"):
-        open_dataset([good], tokenizer, RowOptions(length=8), cache=file / "in", vocab_size=300)
+        open_dataset([good], tokenizer, RowForm(length=8), cache=file / "in", vocab_size=300)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megtool.convert.families.detection import family
-from megtool.data.open_dataset import RowOptions, open_dataset
+from megtool.data.open_dataset import RowForm, open_dataset
 from megtool.data.packing import IGNORED
 from megtool.data.source_target import SourceTarget, SourceTargetDataset
 from megtool.data.span_corruption import SpanCorruption
@@ -90,7 +90,7 @@ def opened(
     file: Path, tokenizer: Tokenizer, length: int, target: int | None = None
 ) -> SourceTargetDataset:
     form = SourceTarget.of(tokenizer, CONFIG)
-    options = RowOptions(length=length, seed=None, targets=form, target_length=target)
+    options = RowForm(length=length, seed=None, targets=form, target_length=target)
     found = open_dataset([file], tokenizer, options, cache=None, vocab_size=tiny_t5.VOCABULARY)
     assert isinstance(found, SourceTargetDataset)
     return found

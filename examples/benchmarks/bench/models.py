@@ -52,7 +52,7 @@ def calibrate(options: Options, phase: Phases) -> Options:
     from megtool.model.batch import Batch
     from megtool.quant.calibration.calibrate import calibrate
     from megtool.quant.calibration.fingerprint import Fingerprint
-    from megtool.quant.calibration.settings import CalibrationSettings
+    from megtool.quant.calibration.settings import CalibrationMethod
     from megtool.quant.resolve import resolve_recipe
     from megtool.quant.statistics.activation_sites import list_activation_sites
 
@@ -73,7 +73,7 @@ def calibrate(options: Options, phase: Phases) -> Options:
             points,
             batches,
             fingerprint=Fingerprint(model="", recipe="", data=""),
-            settings=CalibrationSettings(dtype=options["dtype"], threads=options["threads"]),
+            settings=CalibrationMethod(dtype=options["dtype"], threads=options["threads"]),
         )
     amax = {
         name: float(s.amax.max())

@@ -12,16 +12,16 @@ from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
-    DryRunOptions,
-    ObjectOptions,
+    DryRun,
+    ForeignObjects,
+    ScanShare,
     SourceOptions,
-    ThreadOptions,
-    WorkerScanOptions,
+    ThreadCount,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectAmaxOptions(ThreadOptions, WorkerScanOptions):
+class InspectAmaxOptions(ThreadCount, ScanShare):
     """Show every module's FP8 scaling, and what is wrong with it.
 
     Reads Transformer Engine's extra states of any release, without it and without running their
@@ -39,7 +39,7 @@ class InspectAmaxOptions(ThreadOptions, WorkerScanOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewriteAmaxOptions(ObjectOptions):
+class RewriteAmaxOptions(ForeignObjects):
     """What `amax fix` and `amax strip` take."""
 
     not_offered: ClassVar = WITHOUT_CHECKS
@@ -73,7 +73,7 @@ class StripAmaxOptions(RewriteAmaxOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeriveAmaxOptions(DryRunOptions):
+class DeriveAmaxOptions(DryRun):
     """Make a calibration file from FP8 training's amax histories: no data, no model run.
 
     `megtool quantize SRC DST --recipe fp8 --calibration FILE` takes it.

@@ -17,15 +17,15 @@ from megtool.options.groups import (
     OUTPUT,
     RUNNING,
     SOURCE,
-    PageOptions,
+    HtmlPage,
+    ScanShare,
     SourceOptions,
-    ThreadOptions,
-    WorkerScanOptions,
+    ThreadCount,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(SourceOptions, ThreadOptions, WorkerScanOptions, PageOptions):
+class InspectOptions(SourceOptions, ThreadCount, ScanShare, HtmlPage):
     """Show what a checkpoint holds, from its headers alone.
 
     Example: megtool inspect ./SmolLM2-135M-Instruct --tensors
@@ -49,7 +49,7 @@ _EXACT = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(SourceOptions, ThreadOptions, WorkerScanOptions, PageOptions):
+class VerifyOptions(SourceOptions, ThreadCount, ScanShare, HtmlPage):
     """Check one checkpoint against its digests, or two against each other.
 
     If one of two is quantized, weights are compared by signal-to-noise ratio, and the folder's
@@ -136,7 +136,7 @@ _WATCHES = requires("watch", "--watch SECONDS looks for new saves")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions(ThreadOptions, PageOptions):
+class AuditOptions(ThreadCount, HtmlPage):
     """Find out which save of a run went wrong: every one of them, each byte read once.
 
     Steps that are identical, weights and moments that do not move or do not belong together, mixed,

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from megtool.options.execution import (
     WITHOUT_CHECKS,
     ExecutionOptions,
-    LargeExecutionOptions,
+    LargeExecution,
 )
 from megtool.options.field import (
     REQUIRED,
@@ -19,14 +19,14 @@ from megtool.options.field import (
     layout_size,
     option,
 )
-from megtool.options.gguf import GgufOptions
+from megtool.options.gguf import GgufForm
 from megtool.options.groups import (
     INPUT,
     OUTPUT,
     SOURCE,
-    AdaptedSourceOptions,
-    EngineOptions,
-    PageOptions,
+    AdaptedSource,
+    HtmlPage,
+    RequiredEngine,
 )
 
 EXPORT_FORMATS = {
@@ -72,7 +72,7 @@ class ExportFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(EngineOptions):
+class ExportOptions(RequiredEngine):
     """Write a checkpoint as the files that an engine loads, quantized or not.
 
     Codes and scales are copied as they are, packed as the format packs them. Needs no GPU, no
@@ -116,7 +116,7 @@ class ExportOptions(EngineOptions):
     ep: int | None = layout_size(
         "ep", note=", for trtllm-legacy; shares the ranks of --tp", needs=(_LEGACY,)
     )
-    gguf: GgufOptions = group(GgufOptions)
+    gguf: GgufForm = group(GgufForm)
     dtype: str | None = option(
         OUTPUT,
         "Cast weights that are not quantized (bfloat16, float16, float32, ...).",
@@ -124,12 +124,12 @@ class ExportOptions(EngineOptions):
         needs=(_PLAIN, _NOT_CODED),
     )
     max_shard_size: str | None = option(OUTPUT, "Largest file; default: 5GB.", metavar="SIZE")
-    reading: AdaptedSourceOptions = group(AdaptedSourceOptions)
-    execution: ExecutionOptions = group(LargeExecutionOptions)
+    reading: AdaptedSource = group(AdaptedSource)
+    execution: ExecutionOptions = group(LargeExecution)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LintOptions(PageOptions):
+class LintOptions(HtmlPage):
     """Check an exported folder against the rules of engines' loaders.
 
     Reads headers, config files and small scales. Exit status 7 if an engine would stop, or give

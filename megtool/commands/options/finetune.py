@@ -9,13 +9,13 @@ from typing import ClassVar
 from megtool.errors import UsageError
 from megtool.options.effects import check_effects, requires
 from megtool.options.field import argument, group, option
-from megtool.options.groups import OUTPUT, SOURCE, DryRunOptions, ObjectOptions, PageOptions
+from megtool.options.groups import OUTPUT, SOURCE, DryRun, ForeignObjects, HtmlPage
 from megtool.storage.location.path import is_remote
 from megtool.train.options.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(DryRunOptions, ObjectOptions, PageOptions):
+class FinetuneOptions(DryRun, ForeignObjects, HtmlPage):
     """Train a model from any checkpoint on some text, and write a Megatron checkpoint.
 
     Options have Megatron's names. Interrupted, the same command resumes with an identical loss

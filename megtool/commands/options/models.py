@@ -14,12 +14,12 @@ from megtool.options.groups import (
     RUNNING,
     SOURCE,
     TEXT,
-    AdaptedSourceOptions,
-    DryRunOptions,
-    OutputOptions,
-    PageOptions,
+    AdaptedSource,
+    DryRun,
+    HtmlPage,
+    Publishing,
     RuntimeOptions,
-    TokenizerOptions,
+    TokenizerChoice,
 )
 from megtool.options.sampling import Sampling
 
@@ -29,7 +29,7 @@ _BATCH_SIZE = "Texts processed at once."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArithmeticOptions(Options):
+class QuantizedArithmetic(Options):
     """How quantized folders are computed."""
 
     dequantize: bool = option(
@@ -41,9 +41,7 @@ class ArithmeticOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(
-    AdaptedSourceOptions, TokenizerOptions, RuntimeOptions, ArithmeticOptions, DryRunOptions
-):
+class GenerateOptions(AdaptedSource, TokenizerChoice, RuntimeOptions, QuantizedArithmetic, DryRun):
     """Continue prompts with a model in any format, or answer them with --chat.
 
     Example: megtool generate ./SmolLM2-135M-Instruct --chat --prompt "What is a checkpoint?"
@@ -139,12 +137,12 @@ _NEEDS_TASKS = requires("tasks", "--tasks LIST names tasks of lm-eval")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(
-    AdaptedSourceOptions,
-    TokenizerOptions,
+    AdaptedSource,
+    TokenizerChoice,
     RuntimeOptions,
-    ArithmeticOptions,
-    DryRunOptions,
-    PageOptions,
+    QuantizedArithmetic,
+    DryRun,
+    HtmlPage,
 ):
     """Measure how well a model predicts a text, and how far it is from another model.
 
@@ -244,7 +242,7 @@ class EvaluateOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizeOptions(OutputOptions):
+class TokenizeOptions(Publishing):
     """Turn text into tokens for training: Megatron's .bin and .idx, one sequence per document.
 
     Example: megtool tokenize corpus.jsonl ./corpus --tokenizer ./SmolLM2-135M-Instruct --append-eos

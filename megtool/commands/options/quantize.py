@@ -11,22 +11,22 @@ from megtool.options.effects import requires
 from megtool.options.execution import (
     WITHOUT_CHECKS,
     ExecutionOptions,
-    LargeExecutionOptions,
+    LargeExecution,
 )
 from megtool.options.field import OptionCondition, Options, argument, group, option
 from megtool.options.groups import (
     SOURCE,
-    AdaptedSourceOptions,
-    PageOptions,
+    AdaptedSource,
+    HtmlPage,
     RuntimeOptions,
     SourceOptions,
 )
 from megtool.options.quantize import (
     RECIPE,
     CalibrationOptions,
-    QuantizedOutputOptions,
-    RecipeOptions,
-    StreamedRuntimeOptions,
+    QuantizedOutput,
+    RecipeChoice,
+    StreamedRuntime,
 )
 from megtool.storage.location.path import location
 
@@ -204,7 +204,7 @@ _WRITTEN = ("to", "dst_tp", "dst_pp", "dst_ep", "max_shard_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeOptions(PageOptions):
+class QuantizeOptions(HtmlPage):
     """Quantize a checkpoint in any format for an engine, and check the result.
 
     Writes a Hugging Face folder that vLLM, SGLang and TensorRT-LLM load, or with --to torch_dist a
@@ -254,11 +254,11 @@ class QuantizeOptions(PageOptions):
         minimum=1,
     )
     calibration: CalibrationOptions = group(CalibrationOptions)
-    output: QuantizedOutputOptions = group(QuantizedOutputOptions)
-    recipe: RecipeOptions = group(RecipeOptions)
-    reading: AdaptedSourceOptions = group(AdaptedSourceOptions)
-    runtime: RuntimeOptions = group(StreamedRuntimeOptions)
-    execution: ExecutionOptions = group(LargeExecutionOptions)
+    output: QuantizedOutput = group(QuantizedOutput)
+    recipe: RecipeChoice = group(RecipeChoice)
+    reading: AdaptedSource = group(AdaptedSource)
+    runtime: RuntimeOptions = group(StreamedRuntime)
+    execution: ExecutionOptions = group(LargeExecution)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,5 +289,5 @@ class ExplainRecipeOptions(Options):
     """
 
     source: Path = argument(SOURCE, "SRC")
-    recipe: RecipeOptions = group(RecipeOptions)
+    recipe: RecipeChoice = group(RecipeChoice)
     reading: SourceOptions = group(SourceOptions)

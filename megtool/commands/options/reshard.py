@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from megtool.options.execution import ExecutionOptions
 from megtool.options.field import argument, group
-from megtool.options.groups import SOURCE, PageOptions
-from megtool.options.selection import SelectionOptions
+from megtool.options.groups import SOURCE, HtmlPage
+from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReshardOptions(PageOptions):
+class ReshardOptions(HtmlPage):
     """Copy a checkpoint into another format, parallel layout or dtype.
 
     An interrupted run resumes when the same command is given again.
@@ -29,6 +29,6 @@ class ReshardOptions(PageOptions):
     }
 
     source: Path = argument(SOURCE, "SRC")
-    selection: SelectionOptions = group(SelectionOptions)
+    selection: SourceSelection = group(SourceSelection)
     target: TargetOptions = group(TargetOptions)
     execution: ExecutionOptions = group(ExecutionOptions)

@@ -32,7 +32,7 @@ from megtool.export.report import ExportReport
 from megtool.export.staged_export import PlannedExport
 from megtool.number_formats.kquants import K_QUANTS, WEIGHED
 from megtool.options.execution import ExecutionOptions
-from megtool.options.gguf import GgufOptions
+from megtool.options.gguf import GgufForm
 from megtool.options.groups import SourceOptions
 from megtool.plan.copies import DroppedItem, PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
@@ -59,7 +59,7 @@ _FILES = (
 def export_gguf(
     source: Path,
     destination: Path,
-    options: GgufOptions,
+    options: GgufForm,
     *,
     model: SourceOptions,
     execution: ExecutionOptions,
@@ -135,7 +135,7 @@ class _PlannedFile:
     named: list[Placement]
 
 
-def _check_importance(options: GgufOptions, file_type: FileType) -> None:
+def _check_importance(options: GgufForm, file_type: FileType) -> None:
     """Refuse an importance matrix that no weight of such a file heeds.
 
     Raises:
@@ -171,7 +171,7 @@ def _check_saved(path: Path | None, destination: Path) -> None:
 
 
 def _plan(
-    opened: CheckpointSource, path: Path, file_type: FileType, options: GgufOptions
+    opened: CheckpointSource, path: Path, file_type: FileType, options: GgufForm
 ) -> _PlannedFile:
     family, config = _require_model(opened)
     architecture = find_architecture(family, config)

@@ -53,22 +53,33 @@ from megtool.transport.constant_feed import ConstantFeed, round_to_dtype
 _RENAMED = "its value is stored under another name"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFolder:
+    """What the folder is: `to` is its form, `compressed-tensors` or `fp8-blocks`, and anything else
+    is ModelOpt's; `target` is the engine, or ENGINE@VERSION, that has to load it."""
+
+    to: str
+    target: str | None = None
+    max_shard_size: str | None = None
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """The most bytes of a file."""
+        size = self.max_shard_size
+        return parse_size(size, "max shard size") if size else DEFAULT_SHARD_BYTES
+
+
 def export_folder(
     source: Path,
     destination: Path,
+    written: EngineFolder,
     *,
-    to: str,
-    target: str | None = None,
-    max_shard_size: str | None = None,
     family: str | None = None,
     execution: ExecutionOptions,
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
     """Write a quantized Hugging Face folder in ModelOpt's form, DeepSeek's or compressed-tensors'.
-
-    `to` is its form, `compressed-tensors` or `fp8-blocks`, and anything else is ModelOpt's;
-    `target` is the engine, or ENGINE@VERSION, that has to load it.
 
     Codes and scales keep their values: if both forms pack them alike their bytes are copied,
     otherwise they are repacked; nothing is rounded again. A compressed-tensors folder that stays
@@ -83,9 +94,7 @@ def export_folder(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
-    shard_bytes = (
-        parse_size(max_shard_size, "max shard size") if max_shard_size else DEFAULT_SHARD_BYTES
-    )
+    to, target, shard_bytes = written.to, written.target, written.max_shard_bytes
     engine = parse_engine(target) if target else None
     form, folder = _read(source, to)
     form.check(folder)

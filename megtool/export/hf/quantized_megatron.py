@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megtool.console import Progress, several, silent
 from megtool.errors import MappingError, UsageError
+from megtool.export.hf.quantized_folder import EngineFolder
 from megtool.export.preflight import check_engine_rules
 from megtool.export.report import ExportReport
 from megtool.lint.folder_view import open_folder
@@ -34,10 +35,8 @@ def export_quantized_megatron(
     source: Path,
     destination: Path,
     reading: SourceOptions,
+    folder: EngineFolder,
     *,
-    to: str,
-    target: str | None = None,
-    max_shard_size: str | None = None,
     execution: ExecutionOptions,
     files: Files | None = None,
     progress: Progress = silent,
@@ -55,6 +54,7 @@ def export_quantized_megatron(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
+    to, target = folder.to, folder.target
     if to not in UNIFIED:
         raise UsageError(
             f"--to {to} cannot be made of a quantized Megatron checkpoint in one step",
@@ -98,7 +98,7 @@ def export_quantized_megatron(
         read.source,
         read.decisions,
         read.qparams,
-        TargetOptions(to="hf", max_shard_size=max_shard_size, destination=destination),
+        TargetOptions(to="hf", max_shard_size=folder.max_shard_size, destination=destination),
         execution,
         files=files,
         before_commit=check,

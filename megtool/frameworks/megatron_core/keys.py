@@ -15,7 +15,7 @@ from math import prod
 from megtool.access.read_boxes import BoxReader
 from megtool.convert.canonical_view import CanonicalView, TargetView
 from megtool.convert.config.hybrid import GPT, HYBRID
-from megtool.convert.dialects import STATE_FIRST, DialectOptions, write_side
+from megtool.convert.dialects import STATE_FIRST, DialectNaming, write_side
 from megtool.convert.megatron.names import split_state
 from megtool.dtypes import DType
 from megtool.errors import MappingError
@@ -139,7 +139,7 @@ def megatron_keys(
     failures: list[MappingError] = []
     count = 0
     for model_class in (None, GPT, HYBRID):
-        options = DialectOptions(
+        options = DialectNaming(
             divisible_by=padded,
             model_class=model_class,
             in_parts=True,

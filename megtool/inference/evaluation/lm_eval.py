@@ -13,7 +13,7 @@ from megtool.errors import MissingPackageError, UsageError
 from megtool.inference.evaluation.perplexity import hidden_of, predictions
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
-from megtool.inference.generation.generate import DecodingOptions, generate
+from megtool.inference.generation.generate import Decoding, generate
 from megtool.inference.windows import TokenDocument, batches
 from megtool.model.batch import check_ids
 from megtool.options.sampling import Sampling
@@ -256,7 +256,7 @@ def _written(
         for done in generate(
             forward,
             requests,
-            DecodingOptions(
+            Decoding(
                 sampling=sampling,
                 eos_ids=frozenset(tokenizer.eos_ids),
                 stop=stop,

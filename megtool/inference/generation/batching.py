@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
+class TextScope:
     """How the tokens of a text are chosen, what ends it, and what is said of them.
 
     A text ends at a token of `eos_ids` or before a `stop` string. With `num_log_probs` every token
@@ -58,7 +58,7 @@ class GenerateRequest:
     prompt: tuple[int, ...]
     max_new_tokens: int
     source: tuple[int, ...] = ()
-    text: TextOptions = field(default_factory=TextOptions)
+    text: TextScope = field(default_factory=TextScope)
     priority: int = 0
     draw: int | None = None
 

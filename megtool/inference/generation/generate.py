@@ -17,7 +17,7 @@ from megtool.inference.generation.batching import (
     GenerateRequest,
     InOrder,
     Running,
-    TextOptions,
+    TextScope,
     TokenLogProb,
 )
 from megtool.inference.generation.log_probs import rank_next_tokens
@@ -51,7 +51,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingOptions(TextOptions):
+class Decoding(TextScope):
     """How all of several texts are generated, and how many at once.
 
     With `graphed`, steps are replayed as CUDA graphs where that is possible. With `speculative`,
@@ -174,7 +174,7 @@ def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> 
 def generate(
     forward: Forward,
     requests: Sequence[GenerateRequest],
-    options: DecodingOptions,
+    options: Decoding,
     *,
     new_detokenizer: Callable[[], IncrementalDetokenizer],
     on_text: Callable[[int, str], None] | None = None,
@@ -219,7 +219,7 @@ def generate(
 
 
 def _make_slots(
-    forward: Forward, requests: Sequence[GenerateRequest], options: DecodingOptions
+    forward: Forward, requests: Sequence[GenerateRequest], options: Decoding
 ) -> Slots | SpeculativeSlots:
     """Slots for requests that are all known: blocks never are what a slot waits for."""
     num_slots = min(options.num_slots, len(requests))
@@ -242,7 +242,7 @@ def _make_slots(
 
 
 def make_block_slots(
-    forward: Forward, options: DecodingOptions, *, num_pages: int, most_source_tokens: int
+    forward: Forward, options: Decoding, *, num_pages: int, most_source_tokens: int
 ) -> Slots | SpeculativeSlots:
     """Slots over so many pages of a cache, for requests that may come at any time."""
     num_slots = options.num_slots

@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from megtool.errors import UsageError
-from megtool.inference.generation.batching import GenerateRequest, TextOptions
+from megtool.inference.generation.batching import GenerateRequest, TextScope
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def make_request(
     tokenizer: Tokenizer | None,
     *,
     limit: int | None = None,
-    text: TextOptions | None = None,
+    text: TextScope | None = None,
     priority: int = 0,
     draw: int | None = None,
 ) -> GenerateRequest:
@@ -67,7 +67,7 @@ def make_request(
         prompt=prompt,
         max_new_tokens=limit,
         source=source,
-        text=TextOptions() if text is None else text,
+        text=TextScope() if text is None else text,
         priority=priority,
         draw=draw,
     )

@@ -18,10 +18,10 @@ from megtool.console import Progress, silent
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MegtoolError, OutOfMemoryError, UsageError
 from megtool.inference.forward import Forward
-from megtool.inference.generation.batching import GenerateRequest, TextOptions
+from megtool.inference.generation.batching import GenerateRequest, TextScope
 from megtool.inference.generation.generate import (
     Completion,
-    DecodingOptions,
+    Decoding,
     Finish,
     GeneratedToken,
     GenerationLoop,
@@ -38,7 +38,7 @@ from megtool.inference.generation.prompts import (
 from megtool.inference.generation.slots import BLOCK_SIZE
 from megtool.inference.generation.speculative import choose_drafting
 from megtool.inference.runtime import LESS_MEMORY, load_forward, memory_errors, on_ranks
-from megtool.options.groups import AdaptedSourceOptions, RuntimeOptions
+from megtool.options.groups import AdaptedSource, RuntimeOptions
 from megtool.options.sampling import Sampling
 from megtool.plan.memory import free_memory
 from megtool.source.checkpoint import CheckpointSource
@@ -216,7 +216,7 @@ class Engine:
             stream_layers=stream_layers,
             kernels=kernels,
         )
-        known = AdaptedSourceOptions(
+        known = AdaptedSource(
             family=family,
             like=None if like is None else to_location(like),
             iteration=None if iteration is None else str(iteration),
@@ -239,7 +239,7 @@ class Engine:
             self._leads = followers and groups.world.size > 1
             with memory_errors(groups.device, _LESS):
                 forward = load_forward(source, manner, groups, progress, keeps_mtp=drafting is True)
-                options = DecodingOptions(
+                options = Decoding(
                     num_slots=max_sequences,
                     graphed=groups.device.type == "cuda",
                     speculative=drafting,
@@ -252,7 +252,7 @@ class Engine:
             raise
 
     def _make_loop(
-        self, forward: Forward, options: DecodingOptions, cache_tokens: int | None
+        self, forward: Forward, options: Decoding, cache_tokens: int | None
     ) -> GenerationLoop:
         tokens = cache_tokens or _choose_cache_tokens(forward, options.num_slots)
         self.cache_tokens = -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
@@ -330,7 +330,7 @@ class Engine:
         stops = (stop,) if isinstance(stop, str) else stop
         if not isinstance(stops, Sequence) or not all(isinstance(s, str) for s in stops):
             raise UsageError(f"stop is {stop!r}", hint="a text, or a list of texts")
-        text = TextOptions(
+        text = TextScope(
             sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed or 0),
             eos_ids=frozenset(() if ignore_eos else self._eos_ids),
             stop=tuple(stops),

@@ -25,7 +25,7 @@ from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.requirements import derive_requirements
 from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.calibration.sequential import CalibrationRun
-from megtool.quant.calibration.settings import CalibrationSettings
+from megtool.quant.calibration.settings import CalibrationMethod
 from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.match import Decision
@@ -47,7 +47,7 @@ def calibrate(
     batches: Sequence[Batch],
     *,
     fingerprint: Fingerprint,
-    settings: CalibrationSettings | None = None,
+    settings: CalibrationMethod | None = None,
     progress: Progress = silent,
 ) -> CalibrationFile:
     """Calibrate a model: collect statistics of all sites and solve quantization parameters.
@@ -70,7 +70,7 @@ def calibrate(
         UsageError: `offload_activations` without `resume_folder`; weights that do not fit.
         CheckpointError: the weights cannot be read; the disk is full.
     """
-    settings = CalibrationSettings() if settings is None else settings
+    settings = CalibrationMethod() if settings is None else settings
     if settings.offload_activations and settings.resume_folder is None:
         raise UsageError(
             "spilling activations needs a folder", hint="set it with --work-dir FOLDER"

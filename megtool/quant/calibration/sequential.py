@@ -28,7 +28,7 @@ from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.requirements import derive_requirements
 from megtool.quant.calibration.resume_folder import ResumeFolder
-from megtool.quant.calibration.settings import CalibrationSettings, UnitSolver
+from megtool.quant.calibration.settings import CalibrationMethod, UnitSolver
 from megtool.quant.calibration.solve_qparams import solve_qparams
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.qparams import QParams
@@ -56,7 +56,7 @@ class CalibrationRun:
     micro_batches: list[MicroBatch]
     sequential: bool
     learned: bool
-    settings: CalibrationSettings
+    settings: CalibrationMethod
     resume: ResumeFolder | None
     progress: Progress
     results: dict[int, LayerResult] = field(default_factory=dict)

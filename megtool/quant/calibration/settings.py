@@ -77,7 +77,7 @@ class CalibrationRuntime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationSettings(CalibrationRuntime):
+class CalibrationMethod(CalibrationRuntime):
     """How activations are measured and parameters are solved.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megtool.convert.canonical_view import canonical_side, layer_number
-from megtool.convert.dialects import DialectOptions, write_side
+from megtool.convert.dialects import DialectNaming, write_side
 from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import RankCoordinates, local_side, local_tensors
 from megtool.errors import MappingError
@@ -61,7 +61,7 @@ class WeightViews:
             dialect="megatron",
             parallel=groups.parallel,
             per_layer=True,
-            options=DialectOptions(divisible_by=VOCAB_MULTIPLE),
+            options=DialectNaming(divisible_by=VOCAB_MULTIPLE),
         )
         coordinates = RankCoordinates(
             stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank

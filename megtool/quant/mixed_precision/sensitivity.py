@@ -47,7 +47,7 @@ STATES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivitySettings(CalibrationRuntime):
+class SensitivityRuntime(CalibrationRuntime):
     """How sensitivities are measured.
 
     Args:
@@ -102,7 +102,7 @@ def measure(
     sites: Sequence[ActivationSite],
     batches: Sequence[Batch],
     *,
-    settings: SensitivitySettings | None = None,
+    settings: SensitivityRuntime | None = None,
     fingerprint: Fingerprint | None = None,
     progress: Progress = silent,
 ) -> Sensitivities:
@@ -127,7 +127,7 @@ def measure(
             measurement.
         RecipeError: modules that engines run as one do not have the same candidates.
     """
-    settings = SensitivitySettings() if settings is None else settings
+    settings = SensitivityRuntime() if settings is None else settings
     groups = settings.process_groups()
     check_layout(recipe, groups.parallel)
     ranks = RankSync(groups=groups)
@@ -193,7 +193,7 @@ def _measure_by_modelopt(
     decisions: Sequence[Decision],
     recipe: Recipe,
     batches: Sequence[Batch],
-    settings: SensitivitySettings,
+    settings: SensitivityRuntime,
 ) -> Sensitivities:
     """ModelOpt's scores, with the tokens that our own methods take. A run that stops begins again:
     nothing is kept to resume from."""

@@ -41,7 +41,7 @@ get_weight_scaling_factor_2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedTensorSpec:
+class QuantizedTensor:
     """A stored tensor of a module. `value` is its content if that is known beforehand; otherwise
     `part` says which codes or scales of the weight it has."""
 
@@ -103,7 +103,7 @@ def list_module_specs(
     inputs: NDArray[np.float32] | None = None,
     columns: Floats | None = None,
     branch: LowRankBranch | None = None,
-) -> list[QuantizedTensorSpec]:
+) -> list[QuantizedTensor]:
     """List the tensors of the module `name` with a weight of `shape`, codes first.
 
     `amax` is that of the entire weight, if the format needs it; `inputs` is the `input_scale`;
@@ -114,7 +114,7 @@ def list_module_specs(
         CalibrationError: a number of the branch is too large for `dtype`.
     """
     packing = packing_of(form)
-    out: list[QuantizedTensorSpec] = []
+    out: list[QuantizedTensor] = []
     for part in layout(packing, shape):
         value: NDArray[np.generic] | None = None
         if part.role == SCALE_2:
@@ -125,7 +125,7 @@ def list_module_specs(
         stored_tensor = GlobalTensor(
             name=f"{name}.{NAMES[part.role]}", shape=part.shape, dtype=kind
         )
-        out.append(QuantizedTensorSpec(tensor=stored_tensor, part=part, value=value))
+        out.append(QuantizedTensor(tensor=stored_tensor, part=part, value=value))
     if form.algo in GLOBAL_SCALE_DIVISORS and all(h.part and h.part.role != SCALE_2 for h in out):
         out.append(
             _constant_spec(f"{name}.{NAMES[SCALE_2]}", compute_global_scale(form.algo, amax))
@@ -135,11 +135,11 @@ def list_module_specs(
     if columns is not None:
         factors = round_to_dtype(np.float32(1) / columns.astype(np.float32), dtype)
         tensor = GlobalTensor(name=f"{name}.{COLUMNS_SCALE}", shape=columns.shape, dtype=dtype)
-        out.append(QuantizedTensorSpec(tensor=tensor, value=factors))
+        out.append(QuantizedTensor(tensor=tensor, value=factors))
     return out + ([] if branch is None else _branch_specs(name, branch, dtype))
 
 
-def _branch_specs(name: str, branch: LowRankBranch, dtype: DType) -> list[QuantizedTensorSpec]:
+def _branch_specs(name: str, branch: LowRankBranch, dtype: DType) -> list[QuantizedTensor]:
     """SVDQuant's matrices, in the dtype of the weight."""
     out = []
     for role, matrix in ((LOW_RANK_DOWN, branch.down), (LOW_RANK_UP, branch.up)):
@@ -153,7 +153,7 @@ def _branch_specs(name: str, branch: LowRankBranch, dtype: DType) -> list[Quanti
                 tensor=tensor.name,
                 hint="convert the model to bfloat16 first (megtool reshard --dtype bfloat16)",
             )
-        out.append(QuantizedTensorSpec(tensor=tensor, value=value))
+        out.append(QuantizedTensor(tensor=tensor, value=value))
     return out
 
 
@@ -162,7 +162,7 @@ def stored_type(dtype: str) -> str:
     return "uint8" if dtype == "float8_e8m0fnu" else dtype
 
 
-def list_kv_scale_specs(attention: str, cache: KVCacheQParams) -> list[QuantizedTensorSpec]:
+def list_kv_scale_specs(attention: str, cache: KVCacheQParams) -> list[QuantizedTensor]:
     """List the scales of a layer's keys and values, named after its attention."""
     out = []
     for name, amax in (("k_proj.k_scale", cache.key_amax), ("v_proj.v_scale", cache.value_amax)):
@@ -179,6 +179,6 @@ def list_kv_scale_specs(attention: str, cache: KVCacheQParams) -> list[Quantized
     return out
 
 
-def _constant_spec(name: str, value: NDArray[np.float32]) -> QuantizedTensorSpec:
+def _constant_spec(name: str, value: NDArray[np.float32]) -> QuantizedTensor:
     tensor = GlobalTensor(name=name, shape=value.shape, dtype=named_dtype("float32"))
-    return QuantizedTensorSpec(tensor=tensor, value=value)
+    return QuantizedTensor(tensor=tensor, value=value)

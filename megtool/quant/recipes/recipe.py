@@ -23,7 +23,7 @@ from megtool.quant.recipes.learned_scales import METHOD as LSQ
 from megtool.quant.recipes.learned_scales import LearnedScales
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import suggest
-from megtool.quant.recipes.rotation import RotationSettings, read_rotation
+from megtool.quant.recipes.rotation import RotationMatrices, read_rotation
 from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule, read_condition, read_texts
 
 _TOP = ("description", "algorithm", "rotation", "formats", "rules")
@@ -65,7 +65,7 @@ class Recipe:
     notes: tuple[str, ...] = ()
     spaces: tuple[Any, ...] = ()
     bits: float = 0.0
-    rotation: RotationSettings | None = None
+    rotation: RotationMatrices | None = None
 
     @property
     def folds_scales(self) -> bool:

@@ -27,7 +27,7 @@ _MAX_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotationSettings:
+class RotationMatrices:
     """The kinds of R1 and R2 (empty: none), the block of R1 (0: the hidden size) and the seed."""
 
     r1: str = ""
@@ -37,7 +37,7 @@ class RotationSettings:
     line: int = 0
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any], folder: Path) -> RotationSettings:
+    def of_record(cls, record: Mapping[str, Any], folder: Path) -> RotationMatrices:
         """The settings that `megtool.json` of a folder has.
 
         Raises:
@@ -71,7 +71,7 @@ class RotationSettings:
         return {name: value for name, value in values.items() if value or name == "seed"}
 
 
-def read_rotation(node: Node | None, problems: RecipeProblems) -> RotationSettings | None:
+def read_rotation(node: Node | None, problems: RecipeProblems) -> RotationMatrices | None:
     """Read the `rotation` of a recipe; problems are added to `problems`."""
     if node is None:
         return None
@@ -98,7 +98,7 @@ def read_rotation(node: Node | None, problems: RecipeProblems) -> RotationSettin
     block_size = _read_int(node, "block_size", 2, problems)
     if block_size and node.get("r1") is None:
         problems.add(node.line, "block_size is that of r1, and there is none", "r1: hadamard")
-    return RotationSettings(
+    return RotationMatrices(
         **kinds,
         block_size=block_size,
         seed=_read_int(node, "seed", 0, problems),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MappingError
 from megtool.formats.safetensors.quantization_config import TRANSFORMS_KEY
-from megtool.quant.recipes.rotation import RotationSettings
+from megtool.quant.recipes.rotation import RotationMatrices
 from megtool.quant.rotation.orthogonal import OrthogonalMatrix, make_rotation
 from megtool.quant.rotation.rotated_tensors import RotatedTensor, with_rotated
 from megtool.quant.rotation.transform_config import describe_transforms
@@ -73,13 +73,13 @@ def as_rotated(
             "megtool evaluate",
             error_id="unsupported-rotation",
         )
-    settings = RotationSettings.of_record(record, rotated.path)
+    settings = RotationMatrices.of_record(record, rotated.path)
     text = f"{plain.path} is compared as if it were rotated by {settings.describe()}"
     other = rotate(plain, settings)
     return (other, b, text) if plain is a else (a, other, text)
 
 
-def rotate(source: CheckpointSource, settings: RotationSettings) -> CheckpointSource:
+def rotate(source: CheckpointSource, settings: RotationMatrices) -> CheckpointSource:
     """The checkpoint as if its weights were rotated, with a record of it; no weights are read here.
 
     Raises:
@@ -167,7 +167,7 @@ class _Rotations:
     """The matrices of a model, and what they make of its tensors."""
 
     def __init__(
-        self, source: CheckpointSource, config: ModelConfig, settings: RotationSettings
+        self, source: CheckpointSource, config: ModelConfig, settings: RotationMatrices
     ) -> None:
         self._source, self._config, self._settings = source, config, settings
         self._canonical, self._placements = source.view.canonical, source.view.placements

@@ -13,7 +13,7 @@ from typing import Any
 
 from megtool.convert.dialects import write_side
 from megtool.errors import MappingError
-from megtool.quant.recipes.rotation import HADAMARD, RANDOM, RANDOM_HADAMARD, RotationSettings
+from megtool.quant.recipes.rotation import HADAMARD, RANDOM, RANDOM_HADAMARD, RotationMatrices
 from megtool.quant.rotation.orthogonal import OrthogonalMatrix
 from megtool.source.checkpoint import CheckpointSource
 
@@ -29,7 +29,7 @@ _ROLES: Mapping[str, re.Pattern[str]] = {
 
 def describe_transforms(
     source: CheckpointSource,
-    settings: RotationSettings,
+    settings: RotationMatrices,
     matrices: Mapping[str, OrthogonalMatrix],
 ) -> dict[str, Any]:
     """The `transform_config` of a rotated checkpoint: one group for each rotation."""

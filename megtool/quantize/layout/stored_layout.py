@@ -15,7 +15,7 @@ from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
 from megtool.quant.packed_tensors.interleaved import interleave
 from megtool.quant.packed_tensors.modelopt_tensors import (
-    QuantizedTensorSpec,
+    QuantizedTensor,
     compute_input_scale,
     list_kv_scale_specs,
     list_module_specs,
@@ -258,13 +258,13 @@ def _smoothing_scale(weight: StoredWeight) -> Floats:
     return np.ones(weight.weight.shape[1], np.float32) if columns is None else columns
 
 
-def list_tensor_specs(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensorSpec]:
+def list_tensor_specs(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensor]:
     """List the tensors of a module; `checked` requires that calibration has all parameters."""
     first = stored.weights[0]
     if len(stored.tensor.shape) == 3:
         shape = stored.tensor.shape
         return [
-            QuantizedTensorSpec(tensor=t)
+            QuantizedTensor(tensor=t)
             for t in list_block_tensors(stored.tensor.name, (shape[0], shape[1], shape[2]))
         ]
     inputs = [
@@ -283,9 +283,7 @@ def list_tensor_specs(stored: StoredModule, *, checked: bool = True) -> list[Qua
     )
 
 
-def build_module_feeds(
-    stored: StoredModule, specs: Sequence[QuantizedTensorSpec]
-) -> list[TensorFeed]:
+def build_module_feeds(stored: StoredModule, specs: Sequence[QuantizedTensor]) -> list[TensorFeed]:
     """The feeds that fill the tensors of one module."""
     amax = max(p.amax for p in stored.weights)
     if len(stored.tensor.shape) == 3:
@@ -363,9 +361,9 @@ def find_folded_norms(
     return out
 
 
-def list_cache_scales(decisions: Sequence[Decision], qparams: QParams) -> list[QuantizedTensorSpec]:
+def list_cache_scales(decisions: Sequence[Decision], qparams: QParams) -> list[QuantizedTensor]:
     """List the scales of KV caches."""
-    out: list[QuantizedTensorSpec] = []
+    out: list[QuantizedTensor] = []
     for d in decisions:
         if d.format is None or not d.format.kv_algo:
             continue

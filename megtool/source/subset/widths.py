@@ -22,7 +22,7 @@ from megtool.convert.width_subset import WidthCuts, pruned_config, pruned_hf_con
 from megtool.digests.crc32c import SIDECAR
 from megtool.errors import FormatError, UsageError
 from megtool.megatron_state.extra_states.names import is_empty_state
-from megtool.options.selection import PruningOptions
+from megtool.options.selection import Pruning
 from megtool.source.checkpoint import CheckpointSource, require_model
 from megtool.source.computed.gathered import GatheredTensor, expand, with_gathered
 from megtool.source.subset.layers import (
@@ -56,7 +56,7 @@ _WORDS = {
 }
 
 
-def prune_as_asked(source: CheckpointSource, options: PruningOptions) -> CheckpointSource:
+def prune_as_asked(source: CheckpointSource, options: Pruning) -> CheckpointSource:
     """Return the checkpoint of what stays, with a record of it.
 
     Raises:

@@ -32,7 +32,7 @@ from megtool.model.stacks.hook_locations import tapped
 from megtool.model.stacks.lora import adapters_of, merged_weight
 from megtool.options.effects import without_effect
 from megtool.options.layout import ParallelConfig
-from megtool.options.quantize import CalibrationOptions, RecipeOptions
+from megtool.options.quantize import CalibrationOptions, RecipeChoice
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.learned_scales import BLOCK
 from megtool.quant.fake_quant.straight_through import straight_through
@@ -347,7 +347,7 @@ def make_qat_request(recipe: str, settings: TrainConfig, source: CheckpointSourc
         resolved=decided,
         destination=path,
         began=time.monotonic(),
-        recipe=RecipeOptions(recipe=recipe),
+        recipe=RecipeChoice(recipe=recipe),
         calibration=CalibrationOptions(calibration=files),
     )
     if any(d.format.number.has_branch for d in job.decisions if d.format and d.format.algo):

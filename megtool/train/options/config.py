@@ -17,7 +17,7 @@ from megtool.options.groups import (
     INPUT,
     RUNNING,
     SourceOptions,
-    TokenizerOptions,
+    TokenizerChoice,
 )
 from megtool.options.layout import ParallelConfig
 from megtool.train.options.data import RowBuildingOptions
@@ -48,7 +48,7 @@ _NOT_FP8_BY_TE = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TokenizerOptions):
+class TrainConfig(TokenizerChoice):
     """The options of a training run. Steps are optimizer steps; a sample is a row of `seq_length`.
 
     None stands for the default, which each option's help describes. The command line, YAML files

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megtool.options.field import LAYOUT, layout_size, option
-from megtool.options.groups import ContextParallelOptions
+from megtool.options.groups import ContextParallelism
 from megtool.options.layout import LayoutOptions, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLayoutOptions(LayoutOptions, ContextParallelOptions):
+class TrainLayoutOptions(LayoutOptions, ContextParallelism):
     """The layout of the ranks that train, which torchrun starts.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megtool.convert.config.blocks import BLOCKS as ARG
-from megtool.convert.dialects import DialectOptions, read_side, write_side
+from megtool.convert.dialects import DialectNaming, read_side, write_side
 from megtool.convert.families.detection import family
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.layer_subset import edited_config, of_layers
@@ -118,7 +118,7 @@ def test_hybrid_models_have_no_such_layers() -> None:
     assert "decoder.final_layernorm.weight" in {t.name for t in written.tensors}
     side = read_side(hf(stored), family=FAMILY, config=config())
     with raises(MappingError, "sizes vary by layer", "--model-class"):
-        write_side(side, dialect="megatron", options=DialectOptions(model_class="hybrid"))
+        write_side(side, dialect="megatron", options=DialectNaming(model_class="hybrid"))
 
 
 def hf(canonical: dict[str, GlobalTensor]) -> list[GlobalTensor]:

@@ -19,7 +19,7 @@ from megtool.convert.config.hybrid import (
     needs_hybrid,
     to_hybrid,
 )
-from megtool.convert.dialects import DialectOptions, read_side, write_side
+from megtool.convert.dialects import DialectNaming, read_side, write_side
 from megtool.convert.families.detection import family
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.convert.megatron.hybrid_pattern import parse_pattern, pattern_of, pattern_text
@@ -276,7 +276,7 @@ def test_groups_that_tp_does_not_divide_are_refused(model: ModelConfig, tp: int,
 def test_parts_have_names_of_their_own_where_shapes_are_global() -> None:
     side = hybrid_side()
     whole = {t.name for t in write_side(side, dialect="megatron").tensors}
-    parts = write_side(side, dialect="megatron", options=DialectOptions(in_parts=True))
+    parts = write_side(side, dialect="megatron", options=DialectNaming(in_parts=True))
     names = {t.name for t in parts.tensors}
     assert "decoder.layers.0.mixer.in_proj.weight" in whole
     assert {
@@ -312,7 +312,7 @@ def test_other_spellings_are_read(spelling: str) -> None:
 
 def test_a_model_that_only_hybrid_can_hold_is_not_written_as_gpt() -> None:
     with raises(MappingError, match="GPTModel has attention and an MLP in every layer"):
-        write_side(hybrid_side(), dialect="megatron", options=DialectOptions(model_class="gpt"))
+        write_side(hybrid_side(), dialect="megatron", options=DialectNaming(model_class="gpt"))
 
 
 @pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
@@ -330,7 +330,7 @@ def test_the_norm_before_experts_in_megatrons_own_layers(model_class: str) -> No
         states={},
         config=model,
     )
-    options = DialectOptions(own_layers=True, model_class=model_class)
+    options = DialectNaming(own_layers=True, model_class=model_class)
     names = {t.name for t in write_side(side, dialect="megatron", options=options).tensors}
     assert any("pre_mlp_layernorm" in n for n in names) == (model_class == "hybrid")
 

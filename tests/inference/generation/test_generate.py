@@ -14,7 +14,7 @@ from megtool.data.tokenizer import Tokenizer
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
-from megtool.inference.generation.generate import DecodingOptions, Meter, check_requests, generate
+from megtool.inference.generation.generate import Decoding, Meter, check_requests, generate
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.options.groups import RuntimeOptions
 from megtool.options.sampling import Sampling
@@ -71,7 +71,7 @@ def run(model: tuple[Forward, Tokenizer], new: int = 20, **options: Any) -> list
             generate(
                 forward,
                 requests(tokenizer, new),
-                DecodingOptions(**fields),
+                Decoding(**fields),
                 new_detokenizer=tokenizer.stream,
                 **callbacks,
             )

@@ -10,7 +10,7 @@ import torch
 
 from megtool.console import silent
 from megtool.inference.generation.batching import GenerateRequest
-from megtool.inference.generation.generate import DecodingOptions, generate
+from megtool.inference.generation.generate import Decoding, generate
 from megtool.inference.runtime import load_forward, on_ranks
 from megtool.options.groups import RuntimeOptions
 from megtool.source.open import open_decoder
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         for slots, graphed, chunk in WAYS:
-            options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
+            options = Decoding(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
             with check_graphs():
                 found = list(generate(forward, requests, options, new_detokenizer=Silent))
             assert [one.ids for one in found] == expected, (slots, graphed, chunk)

@@ -18,7 +18,7 @@ from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
 from megtool.inference.generation.draft_head_files import DraftHeadFiles
 from megtool.inference.generation.drafting import DraftRow
-from megtool.inference.generation.generate import DecodingOptions, Meter, generate
+from megtool.inference.generation.generate import Decoding, Meter, generate
 from megtool.inference.generation.head_drafter import HeadDrafter
 from megtool.inference.generation.speculative import choose_drafting
 from megtool.inference.generation.text_engine import NoText
@@ -55,9 +55,7 @@ def run(
     forward: Forward, requests: Sequence[GenerateRequest], **options: Any
 ) -> tuple[list[tuple[int, ...]], Meter]:
     meter = Meter()
-    texts = generate(
-        forward, requests, DecodingOptions(**options), new_detokenizer=NoText, meter=meter
-    )
+    texts = generate(forward, requests, Decoding(**options), new_detokenizer=NoText, meter=meter)
     return [text.ids for text in texts], meter
 
 

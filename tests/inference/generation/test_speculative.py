@@ -15,7 +15,7 @@ from megtool.errors import UsageError
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import ChosenToken, GenerateRequest
 from megtool.inference.generation.drafting import DraftRow
-from megtool.inference.generation.generate import DecodingOptions, Meter, generate
+from megtool.inference.generation.generate import Decoding, Meter, generate
 from megtool.inference.generation.mtp_drafter import MtpDrafter
 from megtool.inference.generation.sampling import draw, probabilities
 from megtool.inference.generation.speculative import SpeculativeSlots, choose_drafting
@@ -106,9 +106,7 @@ def run(
     forward: Forward, requests: Sequence[GenerateRequest], **options: Any
 ) -> tuple[Tokens, Meter]:
     meter = Meter()
-    texts = generate(
-        forward, requests, DecodingOptions(**options), new_detokenizer=Numbers, meter=meter
-    )
+    texts = generate(forward, requests, Decoding(**options), new_detokenizer=Numbers, meter=meter)
     return [text.ids for text in texts], meter
 
 

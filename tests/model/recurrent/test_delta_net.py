@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.inference.generation.generate import DecodingOptions
+from megtool.inference.generation.generate import Decoding
 from megtool.model.batch import Batch
 from megtool.model.recurrent.delta_net import GatedDeltaNet
 from megtool.model.stacks.decoder import Decoder
@@ -200,7 +200,7 @@ def test_five_steps_of_adamw_are_transformers(name: str) -> None:
 def test_generation_is_transformers_token_for_token() -> None:
     """All at once, recorded, and more prompts than slots: sequences leave, and others enter."""
     ways = [
-        DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
+        Decoding(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
         for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4))
     ]
     check_generation(*models(), ways)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megtool.errors import LayoutError, MappingError
-from megtool.inference.generation.generate import DecodingOptions
+from megtool.inference.generation.generate import Decoding
 from megtool.model.batch import Batch
 from megtool.model.recurrent.kimi_delta import KimiDeltaAttention
 from megtool.model.stacks.decoder import Decoder
@@ -178,7 +178,7 @@ def models(**changes: Any) -> tuple[Any, Decoder]:
 def test_generation_is_transformers_token_for_token() -> None:
     """All at once, recorded, and more prompts than slots: sequences leave, and others enter."""
     ways = [
-        DecodingOptions(num_slots=slots, graphed=graphed, eos_ids=frozenset())
+        Decoding(num_slots=slots, graphed=graphed, eos_ids=frozenset())
         for slots, graphed in ((4, False), (4, True), (2, False))
     ]
     check_generation(*models(), ways)

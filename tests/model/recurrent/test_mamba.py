@@ -11,7 +11,7 @@ import torch
 from megtool.errors import LayoutError, MappingError
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
-from megtool.inference.generation.generate import DecodingOptions, generate
+from megtool.inference.generation.generate import Decoding, generate
 from megtool.model.batch import Batch
 from megtool.model.cache.kv_cache import ContiguousCache
 from megtool.model.cache.paged import PagedCache
@@ -215,7 +215,7 @@ def test_generation_with_slots_is_transformers(pair: Pair) -> None:
         for n, p in enumerate(prompts)
     ]
     for slots, graphed, chunk in ((5, False, 99), (5, True, 99), (2, True, 99), (3, False, 4)):
-        options = DecodingOptions(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
+        options = Decoding(num_slots=slots, graphed=graphed, prefill_tokens=chunk)
         with check_graphs():
             got = list(generate(Forward(decoder), requests, options, new_detokenizer=Silent))
         assert [list(c.ids) for c in got] == wanted, (slots, graphed, chunk)

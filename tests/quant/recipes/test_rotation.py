@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.rotation import RotationSettings
+from megtool.quant.recipes.rotation import RotationMatrices
 from tests.support.errors import raises
 from tests.support.quant.recipe_texts import recipe_from
 
@@ -18,7 +18,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def read(rotation: Any) -> RotationSettings | None:
+def read(rotation: Any) -> RotationMatrices | None:
     return recipe_from(PLAIN | {"rotation": rotation}).rotation
 
 

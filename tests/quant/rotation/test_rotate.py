@@ -13,7 +13,7 @@ import torch
 
 from megtool import quantize, reshard
 from megtool.errors import FormatError, MappingError
-from megtool.quant.recipes.rotation import RotationSettings
+from megtool.quant.recipes.rotation import RotationMatrices
 from megtool.quant.rotation import rotated_tensors
 from megtool.quant.rotation.rotate import rotate
 from megtool.quantize.report import QuantizeReport
@@ -132,7 +132,7 @@ def test_weights_are_those_of_compressed_tensors(tmp_path: Path) -> None:
         for key, p in model.named_parameters():
             p.copy_(torch.rand_like(p) + 0.2 if "norm" in key else torch.randn_like(p))
     model.save_pretrained(tmp_path / "hf")
-    settings = RotationSettings(r1="hadamard", r2="hadamard")
+    settings = RotationMatrices(r1="hadamard", r2="hadamard")
     ours = rotate(open_source(tmp_path / "hf"), settings)
     assert ours.rotation is not None
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_blocks_and_panels_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save("biases", tmp_path / "hf", torch.bfloat16)
-    settings = RotationSettings(r1="random-hadamard", r2="hadamard", seed=2)
+    settings = RotationMatrices(r1="random-hadamard", r2="hadamard", seed=2)
     whole = canonical(rotate(open_source(tmp_path / "hf"), settings))
     monkeypatch.setattr(rotated_tensors, "BLOCK_BYTES", 600)
     monkeypatch.setattr(rotated_tensors, "NUM_PANELS", 3)
@@ -252,7 +252,7 @@ def test_latent_values_have_no_r2(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
     with raises(MappingError, "R2", "latent", id="unsupported-rotation"):
-        rotate(source, RotationSettings(r2="hadamard"))
+        rotate(source, RotationMatrices(r2="hadamard"))
     recipe = recipe_file(tmp_path / "r.json", {"r1": "hadamard"})
     quantize(tmp_path / "hf", tmp_path / "out", recipe=recipe, fsync=False)
     with torch.no_grad():

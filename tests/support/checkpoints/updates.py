@@ -15,7 +15,7 @@ import torch
 from megtool.console import silent
 from megtool.options.execution import ExecutionOptions
 from megtool.options.layout import LayoutOptions
-from megtool.options.selection import SelectionOptions
+from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.reshard.execute import execute, plan_reshard
 from megtool.reshard.open_selected import open_selected
@@ -73,7 +73,7 @@ def merge(
         layout=LayoutOptions(**layout),
     )
     opened = replace(target, optimizer_format=optimizer or "none")
-    checkpoint = open_selected(source, SelectionOptions(), opened)
+    checkpoint = open_selected(source, SourceSelection(), opened)
     job = plan_reshard(
         checkpoint,
         None,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megtool.inference.forward import Forward
 from megtool.inference.generation.batching import GenerateRequest
-from megtool.inference.generation.generate import DecodingOptions, generate
+from megtool.inference.generation.generate import Decoding, generate
 from megtool.kernels.recurrence.causal_conv import runs_of
 from megtool.model.batch import Batch
 from megtool.model.cache.key_span import KeySpan
@@ -114,7 +114,7 @@ def check_packed_documents(layer: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def check_generation(model: Any, decoder: Decoder, ways: Sequence[DecodingOptions]) -> None:
+def check_generation(model: Any, decoder: Decoder, ways: Sequence[Decoding]) -> None:
     """Tokens are those of transformers' `model`, whatever the options."""
     requests, wanted = [], []
     for number, length in enumerate((5, 2, 9, 70)):

@@ -16,7 +16,7 @@ from megtool.quant.calibration.calibrate import calibrate
 from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.calibration.fingerprint import compute_fingerprint
 from megtool.quant.calibration.resume_folder import ResumeFolder
-from megtool.quant.calibration.settings import CalibrationSettings
+from megtool.quant.calibration.settings import CalibrationMethod
 from megtool.quant.qparams import QParams
 from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
@@ -46,7 +46,7 @@ class Case:
             d.source.catalogue, d.source.view, d.recipe, d.matched.decisions, self.batches
         )
         hooks = {n: more.pop(n) for n in ("progress",) if n in more}
-        settings = CalibrationSettings(**more)
+        settings = CalibrationMethod(**more)
         return calibrate(*self.facts, fingerprint=seen, settings=settings, **hooks)
 
 

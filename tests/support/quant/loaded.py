@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megtool.model.batch import Batch
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.fake_quant.fake_quant_model import StoredQuantization
-from megtool.quant.mixed_precision.sensitivity import SensitivitySettings, measure
+from megtool.quant.mixed_precision.sensitivity import SensitivityRuntime, measure
 from megtool.quant.qparams import KVCacheQParams, LowRankBranch, QParams, WeightQParams
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
 from megtool.quant.recipes.modules import ModuleInfo, list_modules
@@ -134,6 +134,6 @@ def measure_sensitivities(
         decided.recipe,
         points_of(decided),
         batches,
-        settings=SensitivitySettings(**more),
+        settings=SensitivityRuntime(**more),
         **arguments,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megtool.convert.dialects import DialectOptions, write_side
+from megtool.convert.dialects import DialectNaming, write_side
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.inference.rank_weights import Weights, decoder_of
 from megtool.options.layout import ParallelConfig
@@ -49,7 +49,7 @@ class Truth:
             dialect="megatron",
             parallel=parallel,
             per_layer=True,
-            options=DialectOptions(divisible_by=vocab_multiple),
+            options=DialectNaming(divisible_by=vocab_multiple),
         )
         whole = self._carry(side, self._arrays, target)
         return slice_tensors(target, whole, config, parallel, seat)
