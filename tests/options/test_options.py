@@ -109,7 +109,7 @@ def test_an_option_that_is_given_leaves_out_its_rivals_of_the_file(tmp_path: Pat
     file.write_text("train-iters: 9\nbf16: true\nlr: 0.5\n")
     config = build_options(TrainConfig, {"epochs": 2, "fp32": True}, file)
     assert (config.epochs, config.train_iters) == (2, None)
-    assert (config.fp32, config.bf16, config.lr) == (True, None, 0.5)
+    assert (config.fp32, config.bf16, find_option(config, "lr")) == (True, None, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
