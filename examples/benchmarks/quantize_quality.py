@@ -229,14 +229,11 @@ class Peer:
         if config is None:
             raise SystemExit(f"{given.model} is no model")
         wanted = CalibrationData(data=given.data, samples=given.samples, seq_length=given.length)
-        self._samples = read_samples(
-            wanted,
-            tokenizer,
-            vocab_size=config.embedding.vocab_size,
-            max_positions=config.positions.max_positions,
-        ).batches()
+        vocab_size, most = config.embedding.vocab_size, config.positions.max_positions
+        drawn = read_samples(wanted, tokenizer, vocab_size=vocab_size, max_positions=most)
+        self._samples = drawn.batches()
         self._texts = read_token_documents(given.held_out, tokenizer, max_tokens=given.tokens)
-        self._window = min(WINDOW, config.positions.max_positions)
+        self._window = min(WINDOW, most)
         self._model: Any = None
 
     def score(self, name: str, group: int) -> tuple[Score | None, str]:
