@@ -505,10 +505,7 @@ class RopeInWindows(Setting):
         """Nothing, but refuse other layers; without windows, the keys that say so."""
         layers = range(config.num_layers)
         flags = tuple(config.positions.no_rope_layers or (0,) * config.num_layers)
-        window = {
-            "window_size": config.window.window_size,
-            "window_skip_freq": config.window.window_skip_freq,
-        }
+        window = {name: config.get(name) for name in ("window_size", "window_skip_freq")}
         want = _no_windows(window, layers) or (0,) * config.num_layers
         if flags != want and (config.window.window_size or any(flags)):
             raise MappingError(
