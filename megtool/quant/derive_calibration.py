@@ -227,7 +227,9 @@ def _statistics(
             pair = inputs.kv_caches.get(-1 if site.layer is None else site.layer)
             if pair is None:
                 continue
-            amax = np.repeat(np.array(pair, np.float32), [width // 2, width - width // 2])
+            amax = np.zeros(width, np.float32)
+            for columns, top in zip(site.keys_and_values, pair, strict=True):
+                amax[columns] = np.maximum(amax[columns], top)
             source = "core_attention"
         else:
             fp8_sites = {sites[m] for m in site.modules if m in sites and sites[m] in inputs.amax}

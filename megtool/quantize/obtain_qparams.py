@@ -83,8 +83,7 @@ def _by_weights(request: QuantizeRun) -> QParams:
 
     resolved = {d.module.name: d for d in request.decisions}
     with CanonicalWeights(request.source()) as weights:
-        recipe, config = request.resolved.recipe, request.model_source.config
-        return solve_qparams(request.sites, {}, resolved, recipe, weights, config=config)
+        return solve_qparams(request.sites, {}, resolved, request.resolved.recipe, weights)
 
 
 def _from_files(request: QuantizeRun) -> SolvedQParams:

@@ -15,6 +15,8 @@ from megtool import derive_amax, fix_amax, inspect_amax, quantize, reshard, show
 from megtool.errors import CalibrationError, DestinationError, UsageError
 from megtool.formats import open_checkpoint
 from megtool.options.layout import ParallelConfig
+from megtool.quant.derive_calibration import InputAmaxes, _statistics
+from megtool.quant.statistics.activation_sites import ActivationSite
 from tests.support.checkpoints.extra_states import FC1, MOE, pack_state
 from tests.support.checkpoints.extra_states import edit_ranks as edit_iteration
 from tests.support.checkpoints.fp8_trained import (
@@ -203,6 +205,16 @@ def test_buffers_of_modelopt(form: str, tmp_path: Path) -> None:
     found = load_file(tmp_path / "kv" / "model.safetensors")
     scales = [found[f"model.layers.1.self_attn.{n}_proj.{n}_scale"].item() for n in "kv"]
     assert scales == [np.float32(5) / np.float32(448), np.float32(3) / np.float32(448)]
+
+
+@pytest.mark.parametrize(("key_width", "expected"), [(3, [4, 4, 4, 2, 2]), (5, [4] * 5)])
+def test_caches_of_wide_keys_and_latents(key_width: int, expected: list[int]) -> None:
+    site = ActivationSite(
+        name="kv", kind="kv_cache", layer=1, modules=("kv",), width=5, key_width=key_width
+    )
+    inputs = InputAmaxes(amax={}, errors={}, kv_caches={1: (4.0, 2.0)})
+    statistics, _ = _statistics([site], inputs, {})
+    assert statistics["kv"].amax.tolist() == expected
 
 
 def test_stale_buffers_of_modelopt_are_put_right(tmp_path: Path) -> None:

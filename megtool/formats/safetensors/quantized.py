@@ -3,8 +3,8 @@
 Supported values of `quant_method` in config.json: `fp8` (DeepSeek, and others with blocks of 128 x
 128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors`, `quark` (AMD's, of FP8, INT8 and MXFP4)
 and `modelopt` (also if only `hf_quant_config.json` declares it). A weight and its scales become one
-tensor under its plain name, of the dtype in the config, with a `packing`; scales of activations are
-ignored.
+tensor under its plain name, of the dtype in the config, with a `packing`; scales of activations and
+of the KV cache are ignored.
 """
 
 from __future__ import annotations

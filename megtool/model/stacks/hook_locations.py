@@ -23,17 +23,18 @@ class HookLocation:
     """The location of one input: `attribute` of `module` takes the hook.
 
     `rows` are the ranks that have different rows of it (alone: all have the same ones), `columns`
-    those that have different columns: `parts` runs of them, as keys and values, of which
-    `repeats` ranks next to each other have the same. Where a token has a row for each group of
-    heads, `groups` counts this rank's (0: tokens are rows), and `rows` have other groups of all
-    tokens. `expert` counts this rank's experts; it is outside of them where others hold it.
+    those that have different columns: each has runs of the widths `runs` (empty: one run), as keys
+    and values, of which `repeats` ranks next to each other have the same. Where a token has a row
+    for each group of heads, `groups` counts this rank's (0: tokens are rows), and `rows` have other
+    groups of all tokens. `expert` counts this rank's experts; it is outside of them where others
+    hold it.
     """
 
     module: nn.Module
     attribute: str = "tap"
     rows: Group = ALONE
     columns: Group = ALONE
-    parts: int = 1
+    runs: tuple[int, ...] = ()
     repeats: int = 1
     groups: int = 0
     expert: int | None = None
@@ -150,10 +151,12 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
             attention = layer.get_submodule("self_attention")
             if config.latent.kv_lora_rank:
                 return (HookLocation(module=attention, attribute="cache_tap"),)
-            heads = config.at_layer(int(match[1])).attention.num_kv_heads
-            repeats = max(1, tp.size // heads)
+            sizes = config.at_layer(int(match[1])).attention
+            repeats = max(1, tp.size // sizes.num_kv_heads)
+            heads = max(1, sizes.num_kv_heads // tp.size)
+            runs = (heads * sizes.head_dim, heads * sizes.value_size)
             cut = HookLocation(
-                module=attention, attribute="cache_tap", columns=tp, parts=2, repeats=repeats
+                module=attention, attribute="cache_tap", columns=tp, runs=runs, repeats=repeats
             )
             return (cut,)
         if name == "attn.down":

@@ -222,7 +222,6 @@ def resolve_calibration(
                     by_module,
                     recipe,
                     weights,
-                    config=source.config,
                     read_norm=weights.norm,
                 )
             )

@@ -445,7 +445,6 @@ class _UnitRunner:
                 run.decisions,
                 run.recipe,
                 self.weights,
-                config=run.config,
                 read_norm=self.weights.norm,
             )
         except MegtoolError as error:

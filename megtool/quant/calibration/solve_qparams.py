@@ -29,7 +29,6 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.statistics.activation_sites import ATTN_NORM_READERS, ActivationSite
 from megtool.quant.statistics.site_statistics import ActivationStatistics
-from megtool.spec.model_config import ModelConfig
 
 ReadWeight = Callable[[str], Tensor]
 
@@ -48,7 +47,6 @@ def solve_qparams(
     recipe: Recipe,
     read_weight: ReadWeight,
     *,
-    config: ModelConfig,
     read_norm: ReadNorm | None = None,
     progress: Progress = silent,
 ) -> QParams:
@@ -64,7 +62,6 @@ def solve_qparams(
         recipe: the recipe, for its algorithm.
         read_weight: reads a canonical module's weight as float32 `[out, in]`, called by one thread
             at a time and only for weights that are needed.
-        config: the model config.
         read_norm: reads the norm that absorbs a smoothing scale (None: the scale is not rounded to
             the dtype of the norm).
         progress: counts sites.
@@ -82,7 +79,6 @@ def solve_qparams(
         decisions=decisions,
         recipe=recipe,
         read_weight=read_weight,
-        config=config,
         sites=listed,
         read_norm=read_norm,
         shared_norms=frozenset(n for n, times in sites_per_norm.items() if times > 1),
@@ -116,7 +112,6 @@ class _Solver:
     decisions: Mapping[str, Decision]
     recipe: Recipe
     read_weight: ReadWeight
-    config: ModelConfig
     sites: tuple[ActivationSite, ...]
     read_norm: ReadNorm | None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -271,7 +266,8 @@ class _Solver:
     ) -> QParams:
         qparams = QParams()
         for module, format in formats.items():
-            key = value = KV_AMAX_OF_UNIT_SCALE[format.kv_algo]
+            unit = KV_AMAX_OF_UNIT_SCALE[format.kv_algo]
+            key = value = unit
             if not format.constant:
                 if statistics is None:
                     raise CalibrationError(
@@ -279,11 +275,10 @@ class _Solver:
                         hint="calibrate with data",
                         error_id="missing-statistics",
                     )
-                half = site.width // 2
-                latent = bool(self.config.latent.kv_lora_rank)
-                key = float((statistics.amax if latent else statistics.amax[:half]).max()) or key
-                value = (
-                    float((statistics.amax if latent else statistics.amax[half:]).max()) or value
+                # Where all that was measured is 0, the scale is 1.
+                key, value = (
+                    float(statistics.amax[columns].max()) or unit
+                    for columns in site.keys_and_values
                 )
             qparams.kv_caches[module] = KVCacheQParams(
                 module=module, format=format, key_amax=key, value_amax=value

@@ -292,7 +292,6 @@ class CandidateSurvey:
             decisions,
             self._recipe,
             self._weights,
-            config=self.decoder.config,
             read_norm=self._weights.norm,
         )
 

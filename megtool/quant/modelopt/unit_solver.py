@@ -108,7 +108,7 @@ class ModelOptSolver:
         def read(site: ActivationSite, rows_TW: Tensor) -> None:
             for m in site.modules:
                 if m in modules and site.kind == "kv_cache":
-                    modules[m](*rows_TW.chunk(2, dim=1))
+                    modules[m](*(rows_TW[:, columns] for columns in site.keys_and_values))
                 elif m in modules:
                     modules[m](rows_TW)
 

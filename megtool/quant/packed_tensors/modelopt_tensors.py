@@ -163,7 +163,11 @@ def stored_type(dtype: str) -> str:
 
 
 def list_kv_scale_specs(attention: str, cache: KVCacheQParams) -> list[QuantizedTensor]:
-    """List the scales of a layer's keys and values, named after its attention."""
+    """List the scales of a layer's keys and values, under ModelOpt's names of its attention.
+
+    `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`, without dimensions; folders of
+    compressed-tensors have `self_attn.k_scale` and `self_attn.v_scale` of shape [1].
+    """
     out = []
     for name, amax in (("k_proj.k_scale", cache.key_amax), ("v_proj.v_scale", cache.value_amax)):
         cache_amax = np.asarray(amax, np.float32)

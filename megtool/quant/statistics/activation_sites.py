@@ -20,10 +20,11 @@ class ActivationSite:
 
     `name` is that of `find_fused_name` (`layers.3.attn.qkv`, `layers.3.mlp.down`; before latent
     attention `layers.3.attn.down`), or of the KV cache (`layers.3.attn.kv`), whose `width` is that
-    of keys and values together. `norm` is the canonical norm that produces the input and feeds
-    nothing else, so that a smoothing scale can be folded into it; empty if there is none. `expert`
-    is the number of the expert that receives the input. `stored_groups` are modules that a Hugging
-    Face folder stores in one tensor, a tuple per tensor.
+    of keys and values together, and `key_width` that of keys (of a latent: all). `norm` is the
+    canonical norm that produces the input and feeds nothing else, so that a smoothing scale can be
+    folded into it; empty if there is none. `expert` is the number of the expert that receives the
+    input. `stored_groups` are modules that a Hugging Face folder stores in one tensor, a tuple per
+    tensor.
     """
 
     name: str
@@ -31,9 +32,16 @@ class ActivationSite:
     layer: int | None
     modules: tuple[str, ...]
     width: int
+    key_width: int = 0
     norm: str = ""
     expert: int | None = None
     stored_groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def keys_and_values(self) -> tuple[slice, slice]:
+        """The columns of keys and of values in a KV cache; a latent is both."""
+        is_latent = self.key_width == self.width
+        return slice(self.key_width), slice(0 if is_latent else self.key_width, None)
 
 
 def list_activation_sites(
@@ -123,10 +131,20 @@ def _make_site(name: str, readers: list[ModuleInfo], config: ModelConfig) -> Act
         layer=first.layer,
         modules=tuple(m.name for m in readers),
         width=first.shape[0] if is_cache else first.shape[1],
+        key_width=_key_width(first, config) if is_cache else 0,
         norm="" if is_cache else _foldable_norm(name, first, config),
         expert=expert,
         stored_groups=() if is_cache else _stored_groups(readers),
     )
+
+
+def _key_width(cache: ModuleInfo, config: ModelConfig) -> int:
+    """The columns of keys in a KV cache: all of a latent, which values are made of, too."""
+    (width,) = cache.shape
+    if config.latent.kv_lora_rank or cache.layer is None:
+        return width
+    sizes = config.at_layer(cache.layer).attention
+    return width * sizes.head_dim // (sizes.head_dim + sizes.value_size)
 
 
 def _stored_groups(readers: Iterable[ModuleInfo]) -> tuple[tuple[str, ...], ...]:

@@ -102,9 +102,9 @@ def gather_site_columns(x: Tensor, place: HookLocation) -> Tensor:
     """`[..., this rank's columns]` as `[..., all columns]`; of a KV cache keys, then values."""
     if place.columns.size == 1:
         return x
-    parts = gather_columns(x, place.columns)
-    parts = parts.view(*x.shape[:-1], place.columns.size, place.parts, -1)
-    return parts[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
+    ranks = gather_columns(x, place.columns).view(*x.shape[:-1], place.columns.size, -1)
+    runs = torch.split(ranks[..., :: place.repeats, :], list(place.runs) or x.shape[-1], -1)
+    return torch.cat([run.flatten(-2) for run in runs], -1)
 
 
 def _gram(

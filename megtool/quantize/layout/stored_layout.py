@@ -362,7 +362,8 @@ def find_folded_norms(
 
 
 def list_cache_scales(decisions: Sequence[Decision], qparams: QParams) -> list[QuantizedTensor]:
-    """List the scales of KV caches."""
+    """List the scales of those KV caches that the recipe quantizes; qparams of others are
+    ignored."""
     out: list[QuantizedTensor] = []
     for d in decisions:
         if d.format is None or not d.format.kv_algo:

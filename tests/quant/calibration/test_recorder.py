@@ -24,6 +24,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("shared and gated", {"tp": 2}, {"gram": True, "sequence_parallel": True}),
     ("shared and gated", {"dp": 2, "ep": 2}, {"gram": True}),
     ("shared and gated", {"dp": 2}, {"gram": True}),
+    ("wide keys", {"tp": 2}, {}),
     ("latent", {"tp": 2, "ep": 2, "etp": 1}, {"calibrate_all_experts": True}),
     ("latent", {"tp": 2}, {"sequence_parallel": True}),
     (

@@ -23,7 +23,6 @@ from megtool.quant.recipes.rules import RecipeProblems
 from megtool.quant.statistics.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.statistics.site_statistics import ActivationStatistics
 from megtool.source.open import open_source
-from megtool.spec.model_config import ModelConfig
 from tests.support.errors import raises
 from tests.support.quant import algorithm_inputs
 from tests.support.quant.fake_inputs import fake_input
@@ -36,7 +35,6 @@ class Model:
     def __init__(self, path: Path, name: str, *, layers: tuple[int, ...] = (1,)) -> None:
         side = open_source(path).view
         assert side.config is not None
-        self.config: ModelConfig = side.config
         modules = list_modules(side).modules
         self.recipe: Recipe = load_recipe(name)
         found = match_rules(
@@ -65,7 +63,6 @@ class Model:
             self.decisions,
             self.recipe,
             self.held.__getitem__,
-            config=self.config,
         )
 
     def error(self, done: QParams, module: str) -> float:
@@ -251,6 +248,24 @@ def test_caches_know_keys_from_values(llama: Path) -> None:
     model.decisions = {**model.decisions, "layers.1.attn.kv": kept}
     cache = model.settled().kv_caches["layers.1.attn.kv"]
     assert cache.key_amax == cache.value_amax == 448
+
+
+@pytest.mark.parametrize(("key_width", "expected"), [(96, (3.0, 448.0)), (128, (3.0, 3.0))])
+def test_keys_are_wider_than_values_or_both_are_one_latent(
+    key_width: int, expected: tuple[float, float], llama: Path
+) -> None:
+    """The last key is the largest, past the middle; values of zeros alone have the scale 1."""
+    model, name = Model(llama, "kv_fp8"), "layers.1.attn.kv"
+    model.points = tuple(
+        dataclasses.replace(p, width=128, key_width=key_width)
+        for p in model.points
+        if p.name == name
+    )
+    amax = np.zeros(128, np.float32)
+    amax[:96] = np.linspace(1, 3, 96)
+    seen = ActivationStatistics.from_amax(amax, num_tokens=8)
+    cache = model.settled(**{name: seen}).kv_caches[name]
+    assert (cache.key_amax, cache.value_amax) == expected
 
 
 def test_different_formats_at_one_input_share_no_factors(llama: Path) -> None:

@@ -104,9 +104,7 @@ def true_loss(decided: ResolvedRecipe, batches: list[Batch]) -> Callable[[Format
     def loss(choice: FormatChoice) -> float:
         by_name = {d.module.name: d for d in choice.decisions}
         with CanonicalWeights(source) as weights:
-            settled = solve_qparams(
-                points, statistics, by_name, decided.recipe, weights, config=decoder.config
-            )
+            settled = solve_qparams(points, statistics, by_name, decided.recipe, weights)
         with FakeQuantModel(decoder, points, settled), torch.inference_mode():
             found = [decoder(b).flatten(0, 1) for b in batches]
         log_p, log_q = (torch.cat(x).double().log_softmax(-1) for x in (expected, found))

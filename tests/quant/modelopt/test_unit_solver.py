@@ -28,7 +28,7 @@ from megtool.quant.resolve import resolve_recipe
 from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quantize.layout.write import write
 from megtool.quantize.verification.verify_folder import verify_folder
-from tests.support.models import tiny_models
+from tests.support.models import family_models, tiny_models
 from tests.support.quant.calibrated import (
     Case,
     calibrate_by_modelopt,
@@ -362,6 +362,19 @@ def test_our_own_amaxes_are_modelopts(recipe: str, folder: Path) -> None:
     for name, c in expected.kv_caches.items():
         assert found.kv_caches[name].key_amax == pytest.approx(c.key_amax, rel=1e-6)
         assert found.kv_caches[name].value_amax == pytest.approx(c.value_amax, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mimo_v2_flash", "deepseek_v3"])
+def test_caches_of_wide_keys_and_latents_are_ours(family: str, tmp_path: Path) -> None:
+    made = case(family_models.save(family, tmp_path / "hf"), "kv_fp8")
+    expected, found = calibrate_by_modelopt(made).kv_caches, made.run()
+    assert len(expected) == 2
+    for name, c in expected.items():
+        own, amax = found.qparams.kv_caches[name], found.statistics[name].amax
+        assert (own.key_amax, own.value_amax) == (c.key_amax, c.value_amax)
+        keys = len(amax) * 2 // 3 if family == "mimo_v2_flash" else len(amax)
+        assert own.key_amax == amax[:keys].max()
+        assert own.value_amax == (amax[keys:] if keys < len(amax) else amax).max()
 
 
 def test_units_that_are_done_are_not_solved_again(

@@ -77,6 +77,15 @@ def test_latent_attention_reads_one_input() -> None:
         assert points["layers.1.attn.kv_up"].norm == "layers.1.attn.kv_down_norm"
 
 
+def test_caches_say_which_columns_are_keys() -> None:
+    cut = {}
+    for name in ("shared and gated", "wide keys", "latent"):
+        site = {p.name: p for p in points_and_decoder(name)[0]}["layers.1.attn.kv"]
+        numbers = range(site.width)
+        cut[name] = tuple(len(numbers[columns]) for columns in site.keys_and_values)
+    assert cut == {"shared and gated": (8, 8), "wide keys": (8, 4), "latent": (14, 14)}
+
+
 def test_gates_of_attention_read_what_queries_do() -> None:
     points = {p.name: p for p in points_and_decoder("gates")[0]}
     last = [m.rpartition(".")[2] for m in points["layers.0.attn.qkv"].modules]

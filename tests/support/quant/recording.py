@@ -36,8 +36,8 @@ def widths(config: ModelConfig, layer: int) -> dict[str, int]:
     else:
         out = {
             "attn.qkv": h,
-            "attn.kv": 2 * config.attention.num_kv_heads * d,
-            "attn.o": config.attention.num_heads * d,
+            "attn.kv": config.attention.num_kv_heads * (d + config.attention.value_size),
+            "attn.o": config.attention.num_heads * config.attention.value_size,
         }
     if layer not in layer_sets.moe_layers(config):
         return out | {"mlp.fc1": h, "mlp.down": config.mlp.ffn_hidden_size}

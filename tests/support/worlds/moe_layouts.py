@@ -67,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         router_scaling=1.5,
         moe_layer_freq=(0, 1),
     ),
+    "wide keys": dict(v_head_dim=2, shared_ffn_hidden_size=8),
     "scaled input": dict(
         num_experts_per_token=1,
         router_score="sigmoid",
