@@ -1,6 +1,6 @@
 """Links and FIFOs planted under the names that verbs use while they write: refused, not followed.
 
-`tests/staging/folder/test_stage_planted.py` has those in the staging folder of a checkpoint.
+`tests/staging/test_stage_planted.py` has those in the staging folder of a checkpoint.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from megtool.options.sampling import Sampling
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_source
 from megtool.spec.model_config import ModelConfig
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.models import mtp_models
 from tests.support.models.mtp_reference import MtpReference
 from tests.support.worlds.gloo_world import run_world
@@ -106,7 +107,10 @@ def run(
     forward: Forward, requests: Sequence[GenerateRequest], **options: Any
 ) -> tuple[Tokens, Meter]:
     meter = Meter()
-    texts = generate(forward, requests, Decoding(**options), new_detokenizer=Numbers, meter=meter)
+    with check_graphs(forward.device):
+        texts = [
+            *generate(forward, requests, Decoding(**options), new_detokenizer=Numbers, meter=meter)
+        ]
     return [text.ids for text in texts], meter
 
 

@@ -133,7 +133,7 @@ def test_a_real_kill(root: Path, share: float) -> None:
     n = int(len(count(root, old=False)) * share)
     script = (
         "import sys; from pathlib import Path\n"
-        "from tests.staging.folder.test_stage import FaultyFiles, reshard\n"
+        "from tests.staging.test_stage import FaultyFiles, reshard\n"
         f"reshard(FaultyFiles({n}, 'SIGKILL'), Path(sys.argv[1]))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(root)], cwd=ROOT, check=False)
