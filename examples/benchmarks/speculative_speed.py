@@ -88,7 +88,7 @@ def trained(kinds: dict[str, Any], tokens_T: torch.Tensor, given: Any) -> Decode
         frame = decoder.frame(batch)
         x_TH = decoder.finish(decoder.run(decoder.embed(batch, frame), frame))
         loss, count = decoder.loss_of(x_TH, labels_BS)
-        further = decoder.mtp.loss(decoder, x_TH, batch, labels_BS, frame)
+        further = decoder.mtp_loss(x_TH, batch, labels_BS, frame)
         optimizer.zero_grad()
         ((loss + further) / count).backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)

@@ -220,7 +220,7 @@ def test_what_cannot_be_trained_with_quantizers_is_refused(
 ) -> None:
     with raises(FormatError, "no state of ModelOpt's quantizers"):
         tune(llama, tmp_path / "x", data, qat="source")
-    with raises(UsageError, "the quantizers are calibrated"):
+    with raises(UsageError, "whose quantizers are calibrated"):
         tune(llama, tmp_path / "x", data, qat="source", calibration=tmp_path / "file")
     plain = quantized(llama, tmp_path / "plain", "int8_weight_only")
     with raises(UsageError, "dp_reshardable", hint=True):

@@ -87,6 +87,9 @@ def difference(read: Family, kind: str, stored: dict[str, Any], key: str) -> str
         completed = CONFIG_MAPPING[kind].from_dict(dict(stored)).to_dict()
     except Exception:  # transformers refuses it, with any error
         return None
+    sizes = [completed.get(n) for n in ("hidden_size", "num_attention_heads")]
+    if all(sizes) and completed.get("head_dim", 0) is None:  # its attention completes it so
+        completed["head_dim"] = sizes[0] // sizes[1]
     try:
         ours = comparable(read.read_config(stored))
     except MappingError as error:

@@ -92,8 +92,8 @@ def test_what_transformer_engine_runs_is_said() -> None:
     """The sentence that is shown where it is asked for names all that it runs, and only that."""
     kernels = [
         found
-        for module in pkgutil.iter_modules(megtool.kernels.__path__)
-        for found in vars(importlib.import_module(f"megtool.kernels.{module.name}")).values()
+        for module in pkgutil.walk_packages(megtool.kernels.__path__, "megtool.kernels.")
+        for found in vars(importlib.import_module(module.name)).values()
         if isinstance(found, Kernel)
     ]
     by_te = {k.name for k in kernels if k._ways["te"] is not None}
@@ -141,8 +141,8 @@ import importlib, pkgutil, sys
 import torch
 before = set(sys.modules)
 import megtool.kernels
-for module in pkgutil.iter_modules(megtool.kernels.__path__):
-    importlib.import_module(f"megtool.kernels.{module.name}")
+for module in pkgutil.walk_packages(megtool.kernels.__path__, "megtool.kernels."):
+    importlib.import_module(module.name)
 from megtool.kernels import launch
 from megtool.kernels.dispatch import chosen, use
 from megtool.errors import MissingPackageError

@@ -50,7 +50,7 @@ def experts_step(rank: int, size: int, sizes: dict[str, int], options: dict[str,
     groups = start(**sizes)
     is_split = "tp" in sizes
     stages = stages_of("experts", groups, sequence_parallel=is_split)
-    let_overlap(stages, OverlapOptions(**options))
+    let_overlap(stages, build_options(TrainConfig, sizes | options).overlap)
     exchange = dist.all_to_all_single
 
     class Work:

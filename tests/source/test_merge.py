@@ -23,7 +23,6 @@ from megtool.errors import (
 from megtool.options.execution import DigestMode, ExecutionOptions
 from megtool.options.layout import ParallelConfig
 from megtool.plan import work_units
-from megtool.process.worker_identity import parse_worker
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.trained import config, write
 from tests.support.checkpoints.updates import (
@@ -233,7 +232,7 @@ def test_workers_merge_what_one_would_have(hf: Path, tmp_path: Path) -> None:
     merge(hf, tmp_path / "one", updates, **layout)
     states = []
     for n in (2, 0, 1):
-        execution = replace(EXECUTION, worker=parse_worker(f"{n}/3"))
+        execution = replace(EXECUTION, worker=f"{n}/3")
         if n == 0:
             with raises(DestinationError, id="foreign-workers"):
                 other = random_updates(hf, ALL, scale=1.0)

@@ -29,6 +29,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.source.open import open_source
 from megtool.spec.model_config import ModelConfig
 from megtool.train.features.eagle_head import make_eagle_config
+from tests.support.emulated.graph_rules import check_graphs
 from tests.support.errors import raises
 from tests.support.models.eagle_heads import SIZES, modelopt_eagle, save_head
 from tests.support.models.tiny_model import tiny_model
@@ -55,7 +56,10 @@ def run(
     forward: Forward, requests: Sequence[GenerateRequest], **options: Any
 ) -> tuple[list[tuple[int, ...]], Meter]:
     meter = Meter()
-    texts = generate(forward, requests, Decoding(**options), new_detokenizer=NoText, meter=meter)
+    with check_graphs(forward.device):
+        texts = [
+            *generate(forward, requests, Decoding(**options), new_detokenizer=NoText, meter=meter)
+        ]
     return [text.ids for text in texts], meter
 
 

@@ -183,7 +183,6 @@ def test_without_waiting_for_the_device() -> None:
     names = [p.name for p in points if p.kind == "input"]
     want = record(decoder, gram=True, points=tuple(points))
     recorder = ActivationRecorder(decoder, points, gram=names, normalize_tokens=names[:1])
-    recorder._on_host = False
     recorder.start(0)
     assert recorder.is_graphable
     embed = decoder.decoder.layers["0"].self_attention
