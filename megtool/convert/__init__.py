@@ -16,17 +16,14 @@ from megtool.convert.config.keys import (
     EmbeddingSwitch,
     Key,
     Larger,
-    NoRope,
     OneOf,
     Only,
     Refused,
-    Rope,
-    RopeInWindows,
-    RopeTemperature,
-    Window,
 )
+from megtool.convert.config.rope import NoRope, Rope, RopeInWindows, RopeTemperature
 from megtool.convert.config.scaled_layers import ScaledLayers
 from megtool.convert.config.shared import GroupedHeads, LayerInputs, SharedKeys
+from megtool.convert.config.windows import Window
 from megtool.convert.families.decoder_rows import (
     GGUF_DECODER,
     GGUF_EXPERTS,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megtool.convert.config.hybrid import kinds_of
-from megtool.convert.config.keys import skip_flags
 from megtool.convert.config.moe import EitherKey
+from megtool.convert.config.windows import skip_flags
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.errors import MappingError, UsageError

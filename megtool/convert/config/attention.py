@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.convert.config.keys import Setting, num_layers, skip_flags, skip_freq
+from megtool.convert.config.keys import Setting, num_layers
+from megtool.convert.config.windows import skip_flags, skip_freq
 from megtool.errors import MappingError
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 

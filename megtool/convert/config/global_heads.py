@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.convert.config.keys import Setting, num_layers, skip_flags
+from megtool.convert.config.keys import Setting, num_layers
 from megtool.convert.config.shared import WIDTH, shared_args, shared_fields
+from megtool.convert.config.windows import skip_flags
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from megtool.convert.config.keys import skip_flags
+from megtool.convert.config.windows import skip_flags
 from megtool.errors import MappingError
 from megtool.spec import layer_sets
 from megtool.spec.layer_symbols import (

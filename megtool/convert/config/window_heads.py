@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.convert.config.keys import Setting, num_layers, skip_flags, skip_freq
+from megtool.convert.config.keys import Setting, num_layers
+from megtool.convert.config.windows import skip_flags, skip_freq
 from megtool.errors import MappingError
 from megtool.spec.layer_symbols import ATTENTION, MLP
 from megtool.spec.model_config import ModelConfig

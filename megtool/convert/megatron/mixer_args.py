@@ -20,13 +20,14 @@ from megtool.convert.config.compressed import (
 from megtool.convert.config.global_heads import GLOBAL_SIZE, global_args, global_fields
 from megtool.convert.config.hybrid import moe_flags
 from megtool.convert.config.indexer import SPARSE_ATTENTION, indexer_args, indexer_fields
-from megtool.convert.config.keys import num_layers, skip_freq
+from megtool.convert.config.keys import num_layers
 from megtool.convert.config.scaled_layers import SIZES, scaled_args, scaled_fields
 from megtool.convert.config.window_heads import (
     WINDOW_GROUPS,
     window_heads_args,
     window_heads_fields,
 )
+from megtool.convert.config.windows import skip_freq
 from megtool.convert.megatron.hybrid_pattern import (
     OLD_PATTERN,
     PATTERN,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.convert.config.keys import skip_flags
+from megtool.convert.config.windows import skip_flags
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.convert.language.mapping import Table
