@@ -26,7 +26,7 @@ FAMILY = Family(
     architectures=("Qwen2MoeForCausalLM",),
     model_types=("qwen2_moe",),
     gguf_architectures=("qwen2moe",),
-    traits={"norm": "rmsnorm", "gated": True, "activation": "silu"},
+    traits={"norm": "rmsnorm", "gated": True, "activation": "silu", "shared_expert_gate": True},
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),

@@ -171,7 +171,8 @@ class Sidecar:
     read back by canonical names. `files` are by path relative to the folder of the sidecar, which
     is not among them: it has a digest of itself. `pruning` is the record of what was left out of a
     larger model (see `reshard.width_subset`), and `rotation` of what its weights are multiplied by
-    (see `quant.rotation`), as plain data.
+    (see `quant.rotation`), as plain data; `dropped_settings` are those that the model it was made
+    from computes by, with what they were.
     """
 
     names: Literal["canonical", "stored"]
@@ -182,6 +183,7 @@ class Sidecar:
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     pruning: Mapping[str, Any] | None = None
     rotation: Mapping[str, Any] | None = None
+    dropped_settings: Mapping[str, Any] | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -217,11 +219,15 @@ def encode_sidecar(sidecar: Sidecar) -> bytes:
             for name, entry in entries.items()
         )
         text += f',\n"{key}": {{\n{lines}\n}}'
-    for key, record in (("pruning", sidecar.pruning), ("rotation", sidecar.rotation)):
+    for key in _RECORDS:
+        record = getattr(sidecar, key)
         if record is not None:
             text += f',\n"{key}": {json.dumps(record, separators=(",", ":"))}'
     data = text.encode()
     return data + b',\n"crc32c": "%08x"}\n' % crc32c(data)
+
+
+_RECORDS = ("pruning", "rotation", "dropped_settings")
 
 
 def _encode_tensors(tensors: Mapping[str, TensorDigest]) -> dict[str, dict[str, object]]:
@@ -299,15 +305,14 @@ def _sidecar(value: Any) -> Sidecar:
         raise FormatError(
             f"the digests are damaged: family {family!r}, {kinds}", error_id="damaged-digests"
         )
-    records = {key: value.get(key) for key in ("pruning", "rotation")}
+    records = {key: value.get(key) for key in _RECORDS}
     for key, record in records.items():
         if record is not None and not isinstance(record, dict):
             raise FormatError(
                 f"the digests are damaged: {key} is {record!r:.80}", error_id="damaged-digests"
             )
     return Sidecar(
-        pruning=records["pruning"],
-        rotation=records["rotation"],
+        **records,
         names=cast(Literal["canonical", "stored"], names),
         family=family,
         tool=tool,

@@ -39,6 +39,13 @@ class SourceOptions(Options):
     like: Path | None = option(
         INPUT, "A Hugging Face folder to take config and tokenizer from.", metavar="FOLDER"
     )
+    drop_setting: tuple[str, ...] = option(
+        INPUT,
+        "Take the model to be without this setting, which changes what it computes, and record so: "
+        "a name that an error has given; repeatable.",
+        (),
+        metavar="NAME",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

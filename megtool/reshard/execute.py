@@ -129,6 +129,7 @@ def plan_reshard(
         dropped += dropped_optimizers([source, *others], "the mean of several checkpoints")
     if merges and options.optimizer_format != NONE:
         dropped += dropped_optimizers([source], "a model with a merged adapter")
+    settings = source.model.dropped_record if source.model else None
     feeds: list[ConstantFeed] = []
     if constants:
         feeds = [_constant_feed(target, constants)]
@@ -154,7 +155,7 @@ def plan_reshard(
         copies=copies,
         shares=average.shares if average else (),
         feeds=feeds,
-        options=repr((__version__, execution.digest_mode.value, amax, source.pruning)),
+        options=repr((__version__, execution.digest_mode.value, amax, source.pruning, settings)),
         worker=_planning_worker(source, others, target, options.destination, execution),
     )
     inventory = take_inventory(source, target, plan)
@@ -474,6 +475,7 @@ def _digest_tensors(
         tensors=tensors,
         pruning=source.pruning,
         rotation=source.rotation,
+        dropped_settings=source.model.dropped_record if source.model else None,
     )
 
 

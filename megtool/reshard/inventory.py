@@ -14,6 +14,7 @@ from megtool.storage.files import read_file
 
 TENSORS, OBJECTS, FILES = "tensors", "objects", "files"
 KINDS = (TENSORS, OBJECTS, FILES)
+SETTINGS = "settings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Inventory:
 
     `moved` items are in the target unchanged, whatever their names there; `derived` ones are cast,
     decoded, averaged, merged or rewritten. The keys are `KINDS`; parts of Megatron's common state
-    count as objects.
+    count as objects. Settings may be dropped alone, and are another kind then.
     """
 
     moved: dict[str, tuple[str, ...]]
@@ -86,6 +87,9 @@ def take_inventory(source: CheckpointSource, target: Target, plan: ReshardPlan) 
         else:
             dropped[kind][d.name] = d
     dropped[FILES] = {d.name: d for d in dropped_files} | dropped[FILES]
+    if settings := source.model.dropped if source.model else {}:
+        reason = "--drop-setting: the result computes without it"
+        dropped[SETTINGS] = {n: DroppedItem(name=n, reason=reason, is_lost=False) for n in settings}
     return Inventory(
         moved={
             TENSORS: tuple(n for n in used if n not in changed),

@@ -49,7 +49,7 @@ def write_digests(
         if is_raw and not plan.target.catalogue.extents.contained:
             stored = _stored_digests(plan, stage, sidecar, digests, folder, threads)
         sidecar = replace(sidecar, files=_relative_to(digests, folder), stored_tensors=stored)
-    is_record = sidecar.pruning or sidecar.rotation
+    is_record = sidecar.pruning or sidecar.rotation or sidecar.dropped_settings
     if not stage.is_file and (sidecar.num_tensors or sidecar.files or is_record):
         stage.write(str(PurePosixPath(folder) / SIDECAR), encode_sidecar(sidecar))
     stage.sidecar = sidecar

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.families.family import Family
+from megtool.convert.families.read_back import TENSOR_FLAGS, check_read_back
 from megtool.digests.crc32c import Sidecar
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError, MissingPackageError
@@ -42,19 +43,31 @@ class ModelIdentity:
     `family` is None for a Megatron checkpoint that names none; `hf_config` is the config.json the
     configuration was read from, if any. `assumed` are keys of a config.json that nothing in the
     checkpoint states, so that the family's defaults are used: only forward passes depend on them.
+    `dropped` are settings that the user has asked to leave out, with what they were: fields, or
+    other keys.
     """
 
     family: Family | None
     config: ModelConfig
     hf_config: Mapping[str, Any] | None = None
     assumed: tuple[str, ...] = ()
+    dropped: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dropped_record(self) -> dict[str, Any] | None:
+        """The dropped settings as plain data; None if there are none."""
+        if not self.dropped:
+            return None
+        plain: dict[str, Any] = json.loads(json.dumps(dict(self.dropped), default=str))
+        return plain
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointSource:
     """An open checkpoint. Where `model` is None, `reason` says why the model is not known.
 
-    `left_out` counts the stored tensors that were not selected; `optimizer_bytes` is the size of
+    `left_out` counts the stored tensors that were not selected, some of which may be the model's
+    with `is_partial`; `optimizer_bytes` is the size of
     optimizer state that was not asked for. `edited` maps small files to contents that replace those
     on disk. `repeats` maps canonical tensors that the model has twice, and the checkpoint once, to
     the name under which they are read. `pruning` records what was left out of the
@@ -74,6 +87,7 @@ class CheckpointSource:
     optimizer_bytes: int = 0
     edited: Mapping[str, bytes] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
+    is_partial: bool = False
     pruning: Mapping[str, Any] | None = None
     rotation: Mapping[str, Any] | None = None
     adapters: tuple[Path, ...] = ()
@@ -140,7 +154,7 @@ class CheckpointSource:
         if folder is not None:
             tokenizer = Tokenizer.from_folder(folder)
         else:
-            files = collect_hf_files(self, None) | collect_saved_tokenizer(self)
+            files = _collect_files(self, None) | collect_saved_tokenizer(self)
             try:
                 tokenizer = Tokenizer.load(files)
             except FormatError as e:
@@ -200,7 +214,23 @@ _TOKENIZER_FILES = (
 
 
 def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str, bytes]:
-    """The small files of the model's Hugging Face folder, with `dtype` in its config.json."""
+    """The small files of the model's Hugging Face folder, with `dtype` in its config.json.
+
+    Raises:
+        MappingError: its config.json does not hold a setting of the model.
+    """
+    files, model = _collect_files(source, dtype), source.model
+    if model is not None and model.family is not None:
+        check_read_back(
+            source.config,
+            model.family,
+            json.loads(files["config.json"]),
+            ignored={*model.dropped, *(TENSOR_FLAGS if source.is_partial else ())},
+        )
+    return files
+
+
+def _collect_files(source: CheckpointSource, dtype: DType | None) -> dict[str, bytes]:
     files = _without_quantization(
         {
             name: source.edited[name] if name in source.edited else read_file(path)
@@ -213,7 +243,7 @@ def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str,
         return files
     if "gguf" in source.catalogue.metadata and source.like is None:
         files |= _make_tokenizer_files(source)
-    if "config.json" not in files:
+    if "config.json" not in files or model.dropped:
         config = {"config.json": _make_config(model, dtype)}
         files |= _without_quantization(config, source.rotation)
     elif dtype is not None:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families.detection import detect_family, family
 from megtool.convert.families.label_head import with_label_head
+from megtool.convert.families.read_back import fields_called, without_keys, without_settings
 from megtool.convert.gguf import config_from_gguf, factors_read
-from megtool.convert.megatron.args import config_from_args
+from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.convert.megatron.names import is_encoder_decoder, is_megatron, is_retro, split_state
 from megtool.convert.megatron.parallel_args import parallel_from_args
 from megtool.convert.megatron.pre_core import core_args
@@ -45,7 +46,7 @@ from megtool.options.groups import AdaptedSource, SourceOptions
 from megtool.source.checkpoint import HF_FOLDER, CheckpointSource, ModelIdentity
 from megtool.source.merge import add_adapters
 from megtool.source.repeated_tensors import has_own_head
-from megtool.spec.model_config import ModelConfig
+from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
@@ -145,9 +146,12 @@ def open_source(
         catalogue = catalogue.select(lambda name: not _is_state(name))
     model, reason = fallback, None
     try:
-        model = identify_model(catalogue, options.family, options.like) or fallback
+        model = (
+            identify_model(catalogue, options.family, options.like, options.drop_setting)
+            or fallback
+        )
     except MappingError as e:
-        if options.family or options.like:
+        if options.family or options.like or options.drop_setting:
             raise
         reason = e
     rotation = _find_rotation(catalogue, sidecar, None if model is fallback else model, options)
@@ -190,6 +194,7 @@ def open_source(
         like=options.like,
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
+        is_partial=tensors.select is not None,
         pruning=sidecar.pruning if sidecar else None,
         rotation=rotation,
     )
@@ -456,17 +461,21 @@ def parse_iteration(text: str | None) -> int | str | None:
 
 
 def identify_model(
-    catalogue: Catalogue, family_name: str | None, like: Path | None
+    catalogue: Catalogue,
+    family_name: str | None,
+    like: Path | None,
+    drop_settings: Sequence[str] = (),
 ) -> ModelIdentity | None:
     """The model by the user's options, else by the checkpoint's own files; None if neither says.
 
-    Foreign files may hold values of any type: errors of arithmetic on them are errors of the file.
+    It is without the settings of `drop_settings`. Foreign files may hold values of any type: errors
+    of arithmetic on them are errors of the file.
 
     Raises:
         MappingError: the configuration cannot be used, or `family_name` is given without one.
     """
     try:
-        model = _describe_model(catalogue, family_name, like)
+        model = _describe_model(catalogue, family_name, like, drop_settings)
     except UnknownFamilyError:
         raise
     except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
@@ -488,31 +497,48 @@ def identify_model(
 
 
 def _describe_model(
-    catalogue: Catalogue, family_name: str | None, like: Path | None
+    catalogue: Catalogue, family_name: str | None, like: Path | None, drop_settings: Sequence[str]
 ) -> ModelIdentity | None:
     named = family(family_name) if family_name else None
     hf_config = read_config(like) if like is not None else _read_own_config(catalogue)
     if hf_config is not None:
         chosen = with_label_head(named, hf_config) if named else detect_family(hf_config)
-        config = chosen.read_config(hf_config)
+        stated, removed = without_keys(hf_config, drop_settings)
+        config, dropped = without_settings(
+            chosen.read_config(stated), chosen, [n for n in drop_settings if n not in removed]
+        )
         _check_vocabulary(catalogue, config)
-        return ModelIdentity(family=chosen, config=config, hf_config=hf_config)
+        return ModelIdentity(
+            family=chosen, config=config, hf_config=stated, dropped=removed | dropped
+        )
     if "gguf" in catalogue.metadata:
         facts = catalogue.metadata["gguf"]
         chosen = named or detect_family(facts)
         factors = _values(catalogue, factors_read(facts, catalogue.tensors))
         config = config_from_gguf(facts, chosen, catalogue.tensors, factors)
-        return ModelIdentity(family=chosen, config=config)
+        config, dropped = without_settings(config, chosen, drop_settings)
+        return ModelIdentity(family=chosen, config=config, dropped=dropped)
     args = catalogue.metadata.get("args")
     if not isinstance(args, dict) and (foreign := read_foreign_args(catalogue)) is not None:
         args = catalogue.metadata["args"] = foreign
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
         if catalogue.format == "deepspeed":
             args = core_args(args)
+        unread = [n for n in drop_settings if not fields_called(n)]
+        args, removed = without_keys(args, unread)
         config, assumed = config_from_args(args), tuple[str, ...]()
         if named is not None:
             config, assumed = named.completed(config)
-        return ModelIdentity(family=named, config=config, assumed=assumed)
+        config, dropped = without_settings(
+            config, named, [n for n in drop_settings if n not in unread]
+        )
+        if drop_settings:
+            changed = args_from_config(config) if dropped else {}
+            names = [n for n in changed if any(n == CONFIG_FIELDS[f].megatron for f in dropped)]
+            catalogue.metadata["args"] = args | {n: changed[n] for n in names}
+        return ModelIdentity(
+            family=named, config=config, assumed=assumed, dropped=removed | dropped
+        )
     return None
 
 
