@@ -11,6 +11,7 @@ from megtool.staging.publication import LEASE, PUBLISHING, RUN, staging_prefix
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.lease import describe_holder, is_alive, read_holder
 from megtool.storage.objects.probe import probe_store
+from megtool.storage.stores.read_only import require_writable
 
 OVERWRITE_HINT = (
     "choose another destination, or replace this one with --overwrite (overwrite=True in Python)"
@@ -24,13 +25,7 @@ def check_writable(destination: StorePath) -> None:
     Raises:
         DestinationError: it is a whole bucket, or its store is only read.
     """
-    if not destination.store.can_write:
-        raise DestinationError(
-            "this kind of store is only read",
-            file=destination,
-            hint="write to s3://, gs:// or az://, or to a local folder",
-            error_id="destination-not-writable",
-        )
+    require_writable(destination.store, destination)
     if not destination.key:
         raise DestinationError(
             "a whole bucket cannot be a destination",

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from megtool.errors import UsageError
-from megtool.storage.objects.object_path import BUCKET_PARTS, ObjectPath
+from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.stores.schemes import FSSPEC_PREFIX, SCHEMES, find_scheme
 
 if TYPE_CHECKING:
     from megtool.storage.stores.protocol import Store
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
-_ONE_SLASH = re.compile(r"(s3|gs|az|https?|hf|memory|msc|file):/(?!/).*", re.DOTALL | re.IGNORECASE)
+_ONE_SLASH = re.compile(
+    rf"({'|'.join(SCHEMES)}|file|{re.escape(FSSPEC_PREFIX)}[a-z0-9.-]+):/(?!/).*",
+    re.DOTALL | re.IGNORECASE,
+)
 _SIGNATURE = re.compile(
     r"\?(.*&)?(x-(amz|goog|ms)-|(sig|signature|awsaccesskeyid|(access_?)?token|(access_?)?key)=)",
     re.DOTALL | re.IGNORECASE,
 )
-_FORMS = {
-    "hf": "hf://ORG/NAME or hf://ORG/NAME@REVISION",
-    "fsspec+file": "/PATH or file:///PATH, which need no fsspec",
-}
+_LOCAL_FSSPEC = f"{FSSPEC_PREFIX}file"
 
 
 def location(text: str | Path) -> Path:
@@ -64,17 +65,18 @@ def location(text: str | Path) -> Path:
             )
         return Path("/" + path.lstrip("/"))
     names = [part for part in rest.split("/") if part]
-    if len(names) < BUCKET_PARTS.get(scheme, 1) or rest.startswith("/"):
+    row = find_scheme(scheme)
+    if len(names) < row.bucket_names or rest.startswith("/"):
+        local = "/PATH or file:///PATH, which need no fsspec"
         raise UsageError(
-            f"{text!r} names no {'repository' if scheme == 'hf' else 'bucket'}",
-            hint=_FORMS.get(scheme, f"{scheme}://BUCKET/PREFIX"),
+            f"{text!r} names no {row.bucket}", hint=local if scheme == _LOCAL_FSSPEC else row.form
         )
-    if "@" in names[0] and scheme != "hf":
+    if "@" in names[0] and not row.has_revisions:
         raise UsageError(
             "a URL must not contain a user name or a password",
             hint="credentials come from the environment or the profile of the store's own tools",
         )
-    if _SIGNATURE.search(rest) or ("?" in rest and scheme in ("http", "https")):
+    if _SIGNATURE.search(rest) or ("?" in rest and row.has_queries):
         raise UsageError(
             f"a URL of {scheme}:// must not contain a query ('?'), such as a signature",
             hint="credentials come from where the store's own tools look for them, and for "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megtool.errors import StorageError
 from megtool.storage.objects.object_path import ObjectPath
+from megtool.storage.stores.schemes import find_scheme
 
 if TYPE_CHECKING:
     from megtool.storage.stores.protocol import Listing, ObjectInfo
@@ -48,7 +49,7 @@ def to_status(info: ObjectInfo | None) -> os.stat_result:
 
 def lists_all(path: ObjectPath) -> bool:
     """Whether a listing tells all that is in a folder; that of a web server may be known names."""
-    return path.scheme not in ("http", "https")
+    return find_scheme(path.scheme).lists_all
 
 
 class StoreIndex:

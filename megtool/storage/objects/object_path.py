@@ -7,13 +7,12 @@ from pathlib import PosixPath
 from typing import TYPE_CHECKING, Self
 
 from megtool.errors import MegtoolError
+from megtool.storage.stores.schemes import find_scheme
 
 if TYPE_CHECKING:
     from megtool.storage.stores.protocol import Store
 
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
-BUCKET_PARTS = {"hf": 2}
-"""`hf://ORG/NAME@REVISION`: the name of the repository has two parts."""
 
 
 class ObjectPath(PosixPath):
@@ -48,13 +47,13 @@ class ObjectPath(PosixPath):
     @property
     def bucket_url(self) -> str:
         """The URL of the bucket (for `hf`, of the repository), without a slash at its end."""
-        depth = 1 + BUCKET_PARTS.get(self.scheme, 1)
+        depth = 1 + find_scheme(self.scheme).bucket_names
         return f"{self.scheme}://{'/'.join(self.parts[1:depth])}"
 
     @property
     def key(self) -> str:
         """The name inside the bucket; empty for the bucket itself."""
-        return "/".join(self.parts[1 + BUCKET_PARTS.get(self.scheme, 1) :])
+        return "/".join(self.parts[1 + find_scheme(self.scheme).bucket_names :])
 
     @property
     def store(self) -> Store:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from megtool.errors import DestinationError, FormatError, StorageError
 from megtool.storage.objects.object_path import ObjectPath
 from megtool.storage.stores.protocol import ConditionError, ObjectMissingError, Store
+from megtool.storage.stores.read_only import require_writable
 
 _LOG = logging.getLogger(__name__)
 _PROBED: WeakKeyDictionary[Store, tuple[str, ...]] = WeakKeyDictionary()
@@ -27,13 +28,7 @@ def probe_store(folder: ObjectPath, *, is_unsafe: bool = False) -> tuple[str, ..
             is not remembered.
     """
     store = folder.store
-    if not store.can_write:
-        raise DestinationError(
-            "this kind of store is only read",
-            file=folder.parent,
-            hint="write to s3://, or to a local folder",
-            error_id="destination-not-writable",
-        )
+    require_writable(store, folder.parent)
     faults = find_store_faults(folder)
     if faults and not is_unsafe:
         raise DestinationError(

@@ -21,6 +21,7 @@ from megtool.storage.stores.protocol import (
     UploadedPart,
     truncated,
 )
+from megtool.storage.stores.schemes import missing_package
 
 T = TypeVar("T")
 
@@ -326,9 +327,7 @@ def _service(url: str) -> Any:
     try:
         from azure.storage.blob import BlobServiceClient
     except ImportError as e:
-        raise MissingPackageError(
-            "azure-storage-blob is not installed", file=url, hint="pip install 'megtool[azure]'"
-        ) from e
+        raise missing_package("azure-storage-blob", url) from e
     settings: dict[str, Any] = {
         "retry_total": 7,
         "connection_timeout": SEND_TIMEOUT,

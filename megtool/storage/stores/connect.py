@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 from megtool.errors import UsageError
-from megtool.storage.stores.memory import MemoryStore
 from megtool.storage.stores.protocol import Store
+from megtool.storage.stores.schemes import FSSPEC_PREFIX, SCHEMES, find_scheme
 
 _STORES: dict[str, Store] = {}
 _LOCK = threading.Lock()
@@ -29,7 +31,7 @@ def connect(url: str) -> Store:
         store = _STORES.get(url)
     if store is None:
         scheme = url.partition("://")[0]
-        maker = _maker_of(scheme)
+        maker = _find_maker(scheme)
         if maker is None:
             raise UsageError(
                 f"no store has the scheme {scheme}://", file=url, hint="one of: " + _known()
@@ -59,68 +61,18 @@ def register_store(store: Store) -> None:
 
 
 def _known() -> str:
-    return ", ".join(f"{scheme}://" for scheme in _MAKERS) + ", and those of fsspec"
+    names = [name for name, row in SCHEMES.items() if not row.is_for_tests]
+    return ", ".join(f"{name}://" for name in names) + ", and those of fsspec"
 
 
-def _s3(url: str) -> Store:
-    from megtool.storage.stores.s3 import S3Store
+def _find_maker(scheme: str) -> Callable[[str], Store] | None:
+    """Return the class of a scheme's store; None if neither megtool nor fsspec has one."""
+    if not scheme:
+        return None
+    if scheme not in SCHEMES and not scheme.startswith(FSSPEC_PREFIX):
+        from megtool.storage.stores.third_party import knows_fsspec
 
-    return S3Store(url)
-
-
-def _gcs(url: str) -> Store:
-    from megtool.storage.stores.gcs import GcsStore
-
-    return GcsStore(url)
-
-
-def _azure(url: str) -> Store:
-    from megtool.storage.stores.azure import AzureStore
-
-    return AzureStore(url)
-
-
-def _http(url: str) -> Store:
-    from megtool.storage.stores.http import HttpStore
-
-    return HttpStore(url)
-
-
-def _hub(url: str) -> Store:
-    from megtool.storage.stores.hub import HubStore
-
-    return HubStore(url)
-
-
-def _msc(url: str) -> Store:
-    from megtool.storage.stores.third_party import MscStore
-
-    return MscStore(url)
-
-
-def _fsspec(url: str) -> Store:
-    from megtool.storage.stores.third_party import FsspecStore
-
-    return FsspecStore(url)
-
-
-def _maker_of(scheme: str) -> Callable[[str], Store] | None:
-    if scheme in _MAKERS or not scheme:
-        return _MAKERS.get(scheme)
-    if scheme.startswith("fsspec+"):
-        return _fsspec
-    from megtool.storage.stores.third_party import knows_fsspec
-
-    return _fsspec if knows_fsspec(scheme) else None
-
-
-_MAKERS: dict[str, Callable[[str], Store]] = {
-    "s3": _s3,
-    "gs": _gcs,
-    "az": _azure,
-    "https": _http,
-    "http": _http,
-    "hf": _hub,
-    "msc": _msc,
-    "memory": MemoryStore,
-}
+        if not knows_fsspec(scheme):
+            return None
+    module, _, name = find_scheme(scheme).store.partition(":")
+    return cast(Callable[[str], Store], getattr(importlib.import_module(module), name))

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from megtool.errors import MissingPackageError, StorageError
+from megtool.errors import StorageError
 from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
 from megtool.storage.stores.protocol import (
     ConditionError,
@@ -20,6 +20,7 @@ from megtool.storage.stores.protocol import (
     Upload,
     UploadedPart,
 )
+from megtool.storage.stores.schemes import missing_package
 
 PARTS_FOLDER = ".megtool-parts"
 """Beside an object that is written in parts: `FOLDER/.megtool-parts/NAME/UPLOAD/NUMBER`."""
@@ -363,9 +364,7 @@ def _token_headers(url: str) -> Callable[[], Mapping[str, str]]:
         import google.auth.exceptions
         import google.auth.transport.requests
     except ImportError as e:
-        raise MissingPackageError(
-            "google-auth is not installed", file=url, hint="pip install 'megtool[stores]'"
-        ) from e
+        raise missing_package("google-auth", url) from e
     try:
         credentials, _ = google.auth.default(scopes=[_SCOPE])
     except google.auth.exceptions.GoogleAuthError:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.errors import FormatError, MissingPackageError, StorageError
+from megtool.errors import FormatError, StorageError
 from megtool.storage.stores.protocol import (
     SEND_TIMEOUT,
     ConditionError,
     ObjectMissingError,
     truncated,
 )
+from megtool.storage.stores.schemes import missing_package
 
 ATTEMPTS = 8
 """Attempts at a request, about half a minute in all."""
@@ -61,16 +62,13 @@ class HttpClient:
         *,
         authorize: Callable[[], Mapping[str, str]] | None = None,
         attempts: int = ATTEMPTS,
-        extra: str = "stores",
     ) -> None:
         try:
             import requests
             from requests.adapters import HTTPAdapter
             from urllib3.exceptions import HTTPError
         except ImportError as e:
-            raise MissingPackageError(
-                "requests is not installed", file=url, hint=f"pip install 'megtool[{extra}]'"
-            ) from e
+            raise missing_package("requests", url) from e
         self._errors = requests.exceptions
         self._passing = self._errors.RequestException, HTTPError, OSError
         self._session = requests.Session()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from megtool.errors import MissingPackageError, StorageError, UsageError
+from megtool.errors import StorageError, UsageError
 from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
 from megtool.storage.stores.protocol import (
     ConditionError,
@@ -18,6 +18,7 @@ from megtool.storage.stores.protocol import (
     ObjectMissingError,
 )
 from megtool.storage.stores.read_only import ReadOnlyStore
+from megtool.storage.stores.schemes import missing_package
 
 T = TypeVar("T")
 
@@ -40,9 +41,7 @@ class HubStore(ReadOnlyStore):
             from huggingface_hub import HfApi
             from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
         except ImportError as e:
-            raise MissingPackageError(
-                "huggingface_hub is not installed", file=url, hint="pip install 'megtool[hub]'"
-            ) from e
+            raise missing_package("huggingface_hub", url) from e
         name, _, revision = url.removeprefix("hf://").partition("@")
         if name.partition("/")[0] in ("datasets", "spaces", "kernels", "buckets"):
             raise UsageError(
@@ -55,8 +54,8 @@ class HubStore(ReadOnlyStore):
             **build_hf_headers(library_name="megtool"),
             "Accept-Encoding": "identity",
         }
-        self._client = HttpClient(url, authorize=self._headers, extra="hub")
-        self._direct = HttpClient(url, authorize=lambda: {}, extra="hub")
+        self._client = HttpClient(url, authorize=self._headers)
+        self._direct = HttpClient(url, authorize=lambda: {})
         self._commit = ""
         self._lock = threading.Lock()
         self._infos: dict[str, ObjectInfo] = {}

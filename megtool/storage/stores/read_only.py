@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from megtool.errors import StorageError
-from megtool.storage.stores.protocol import ObjectInfo, Upload, UploadedPart
+from megtool.errors import DestinationError, StorageError
+from megtool.storage.stores.protocol import ObjectInfo, Store, Upload, UploadedPart
+from megtool.storage.stores.schemes import writable_places
+
+
+def require_writable(store: Store, destination: Path) -> None:
+    """Refuse a destination in a store that is only read, without a request.
+
+    Raises:
+        DestinationError: it is.
+    """
+    if not store.can_write:
+        raise DestinationError(
+            "this kind of store is only read",
+            file=destination,
+            hint=f"write to {writable_places()}",
+            error_id="destination-not-writable",
+        )
 
 
 class ReadOnlyStore:
@@ -14,7 +31,7 @@ class ReadOnlyStore:
 
     can_write = False
     can_copy = False
-    write_hint = "write to a local path, s3://, gs:// or az://"
+    write_hint = f"write to {writable_places()}"
 
     def __init__(self, url: str) -> None:
         self.url = url

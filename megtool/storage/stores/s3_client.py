@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megtool.errors import MissingPackageError, StorageError
+from megtool.errors import StorageError
 from megtool.storage.stores.protocol import SEND_TIMEOUT
 from megtool.storage.stores.s3_errors import client_error, no_credentials
+from megtool.storage.stores.schemes import missing_package
 
 ATTEMPTS = 8
 """Attempts at a request unless AWS_MAX_ATTEMPTS or the profile says otherwise."""
@@ -51,9 +52,7 @@ def open_s3(bucket: str, url: str) -> S3Clients:
         from botocore.exceptions import BotoCoreError
         from obstore.store import S3Store
     except ImportError as e:
-        raise MissingPackageError(
-            f"{e.name} is not installed", file=url, hint="pip install 'megtool[stores]'"
-        ) from e
+        raise missing_package(str(e.name), url) from e
     try:
         session = boto3.Session(
             botocore_session=_make_session(), region_name=os.environ.get("AWS_REGION")

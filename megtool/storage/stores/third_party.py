@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from megtool.storage.stores.protocol import (
     truncated,
 )
 from megtool.storage.stores.read_only import ReadOnlyStore
+from megtool.storage.stores.schemes import FSSPEC_PREFIX, missing_package
 
 T = TypeVar("T")
 
@@ -28,10 +30,8 @@ _MODIFIED = ("mtime", "LastModified", "last_modified", "updated", "modified", "c
 _VERSIONS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "version_id", "checksum")
 
 
-class _AdapterStore(ReadOnlyStore, ABC):
-    write_hint = (
-        "this package writes no objects in parts: write to a local path, s3://, gs:// or az://"
-    )
+class _PackageStore(ReadOnlyStore, ABC):
+    write_hint = f"this package writes no objects in parts: {ReadOnlyStore.write_hint}"
     package = ""
 
     def _call(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
@@ -79,7 +79,7 @@ class _AdapterStore(ReadOnlyStore, ABC):
         """See `Store.head`."""
 
 
-class FsspecStore(_AdapterStore):
+class FsspecStore(_PackageStore):
     """See `Store`; `url` is `fsspec+PROTOCOL://BUCKET`, or without `fsspec+` if only fsspec has it.
 
     Options and credentials come from fsspec's configuration files and variables.
@@ -89,20 +89,19 @@ class FsspecStore(_AdapterStore):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        plain = url.removeprefix("fsspec+")
+        plain = url.removeprefix(FSSPEC_PREFIX)
         protocol = plain.partition("://")[0]
         try:
             import fsspec
         except ImportError as e:
-            raise MissingPackageError(
-                "fsspec is not installed", file=url, hint="pip install fsspec"
-            ) from e
+            raise missing_package("fsspec", url) from e
         try:
             self._fs, root = fsspec.core.url_to_fs(plain)
         except ImportError as e:
             raise MissingPackageError(
                 f"fsspec needs another package for {protocol}://: {_first_line(e)}",
                 file=url,
+                hint=find_install_command(e),
             ) from e
         except ValueError as e:
             raise UsageError(
@@ -171,7 +170,7 @@ class FsspecStore(_AdapterStore):
         return self._whole(key, data, offset, num_bytes)
 
 
-class MscStore(_AdapterStore):
+class MscStore(_PackageStore):
     """See `Store`; `url` is `msc://PROFILE`, of NVIDIA's multi-storage-client and its settings."""
 
     package = "multi-storage-client"
@@ -181,11 +180,7 @@ class MscStore(_AdapterStore):
         try:
             import multistorageclient
         except ImportError as e:
-            raise MissingPackageError(
-                "multi-storage-client is not installed",
-                file=url,
-                hint="pip install multi-storage-client",
-            ) from e
+            raise missing_package("multi-storage-client", url) from e
         try:
             self._client, _ = multistorageclient.resolve_storage_client(f"{url}/")
         except ValueError as e:
@@ -253,6 +248,20 @@ def knows_fsspec(scheme: str) -> bool:
     except ImportError:
         return False
     return scheme in known_implementations or scheme in registry
+
+
+def find_install_command(error: ImportError) -> str:
+    """Return what installs the package that an error of fsspec names, or that Python missed."""
+    text = str(error)
+    quoted = re.findall(r'"([\w.\[\]-]+)"', text)
+    if " or " in text:
+        quoted = quoted[:1]
+    named = re.search(r"\binstall (?:the )?'?([\w.\[\]-]+)", text, re.IGNORECASE)
+    missed = getattr(error.__cause__, "name", None) or error.name
+    names = quoted or ([named[1]] if named else [missed.partition(".")[0]] if missed else [])
+    if not names:
+        return "see fsspec's documentation"
+    return "pip install " + " ".join(f"'{n}'" if "[" in n else n for n in names)
 
 
 def _first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from megtool import reshard
 from megtool.errors import UsageError
 from megtool.storage.location.path import StorePath, is_remote, location
 from megtool.storage.stores.s3_errors import client_error
+from megtool.storage.stores.schemes import SCHEMES
 from tests.support.errors import raises
 
 SECRET = "c106c8c071a3a5017b"
@@ -56,16 +57,34 @@ def test_a_file_of_another_host_is_refused() -> None:
         location("file://node7/a/b")
 
 
-@pytest.mark.parametrize("text", ["s3:/bucket/run", "hf:/org/name", "HTTPS:/host/a", "file:/a"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{scheme}:/a/b" for scheme in SCHEMES),
+        *("HTTPS:/host/a", "file:/a", "fsspec+sftp:/host/a", str(Path("s3://bucket/run"))),
+    ],
+)
 def test_a_url_that_lost_a_slash_is_no_local_folder(text: str) -> None:
     with raises(UsageError, id="usage"):
         location(text)
 
 
-@pytest.mark.parametrize("text", ["s3://", "s3:///run", "gs:///bucket/run", "hf://", "hf://org"])
-def test_a_url_without_a_bucket_is_refused(text: str) -> None:
-    what = "repository" if text.startswith("hf") else "bucket"
-    with raises(UsageError, f"names no {what}", id="usage"):
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        ("s3://", "bucket", "s3://BUCKET/PREFIX"),
+        ("s3:///run", "bucket", "s3://BUCKET/PREFIX"),
+        ("gs:///bucket/run", "bucket", "gs://BUCKET/PREFIX"),
+        ("az://", "container", "az://CONTAINER/PREFIX"),
+        ("https://", "host", "https://HOST/PATH"),
+        ("hf://", "repository", "hf://ORG/NAME"),
+        ("hf://org", "repository", "hf://ORG/NAME"),
+        ("sftp://", "bucket", "sftp://BUCKET/PREFIX"),
+        ("fsspec+file:///a", "bucket", "file:///PATH"),
+    ],
+)
+def test_a_url_without_a_bucket_is_refused(text: str, what: str, hint: str) -> None:
+    with raises(UsageError, f"names no {what}", hint=hint, id="usage"):
         location(text)
 
 

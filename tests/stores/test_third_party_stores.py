@@ -15,7 +15,7 @@ from megtool.errors import FormatError, MissingPackageError, StorageError, Usage
 from megtool.storage.stores.connect import connect
 from megtool.storage.stores.memory import MemoryStore
 from megtool.storage.stores.protocol import ObjectMissingError, Store
-from megtool.storage.stores.third_party import FsspecStore, MscStore
+from megtool.storage.stores.third_party import FsspecStore, MscStore, find_install_command
 
 DATA = bytes(range(200))
 Put = Callable[[str, bytes], object]
@@ -124,8 +124,34 @@ def test_what_is_unknown_or_not_installed_is_told(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match="does not know nothing://"):
         connect("fsspec+nothing://bucket")
     monkeypatch.setitem(sys.modules, "paramiko", None)
-    with pytest.raises(MissingPackageError, match="sftp"):
+    with pytest.raises(MissingPackageError, match="sftp") as missing:
         connect("sftp://host")
+    assert missing.value.hint == "pip install paramiko"
+
+
+@pytest.mark.parametrize(
+    ("text", "missed", "command"),
+    [
+        ("Install adlfs to access Azure Blob Storage", "adlfs", "pip install adlfs"),
+        ("Please install lakefs-spec to access LakeFS", "lakefs_spec", "pip install lakefs-spec"),
+        (
+            "Install 'morefs[asynclocalfs]' to use it",
+            "morefs",
+            "pip install 'morefs[asynclocalfs]'",
+        ),
+        ('needs "requests" and "aiohttp" to be installed', "x", "pip install requests aiohttp"),
+        ('"smbprotocol" or "smbprotocol[kerberos]"', "smbclient", "pip install smbprotocol"),
+        ("Install the requests package to use it", "requests", "pip install requests"),
+        ("pyarrow and local java libraries required", "pyarrow.fs", "pip install pyarrow"),
+        ("This only runs in a pyscript context", None, "see fsspec's documentation"),
+    ],
+)
+def test_the_package_that_fsspec_names_is_to_be_installed(
+    text: str, missed: str | None, command: str
+) -> None:
+    error = ImportError(text)
+    error.__cause__ = ImportError(name=missed)
+    assert find_install_command(error) == command
 
 
 def test_an_unknown_profile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
