@@ -5,10 +5,10 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Default,
     Family,
     Key,
-    Only,
     Rope,
 )
 
@@ -16,7 +16,7 @@ FAMILY = Family(
     name="arcee",
     architectures=("ArceeForCausalLM",),
     model_types=("arcee",),
-    traits={"norm": "rmsnorm", "gated": False, "activation": "relu2"},
+    traits={"norm": "rmsnorm", "gated": False},
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -31,7 +31,7 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
-        Only("hidden_act", "relu2"),
+        Activation("hidden_act", "relu2"),
         Rope(10000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),

@@ -6,6 +6,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_SHARED_EXPERTS,
+    Activation,
     Cat,
     Default,
     Family,
@@ -44,7 +45,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "router_score": "sigmoid",
         "router_expert_bias": True,
@@ -78,7 +78,7 @@ FAMILY = Family(
         Only("moe_router_enable_expert_bias", True),
         Only("norm_head", False),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(600000.0, percent_key="partial_rotary_factor", size_key="rotary_dim"),
     ),
     hf=(

@@ -2,11 +2,11 @@
 
 from megtool.convert import (
     MEGATRON_MASKED_MODEL,
+    Activation,
     Derived,
     Dropped,
     Family,
     Key,
-    OneOf,
     Only,
     Qkv,
     Row,
@@ -52,7 +52,7 @@ FAMILY = Family(
         Key("type_vocab_size", "num_token_types", 2),
         Key("layer_norm_eps", "norm_eps", 1e-12),
         Key("tie_word_embeddings", "tied_embeddings", True),
-        OneOf("hidden_act", "activation", ("gelu",)),
+        Activation("hidden_act", "gelu"),
         Only("position_embedding_type", "absolute"),
         Only("is_decoder", False),
         Only("add_cross_attention", False),

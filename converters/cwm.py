@@ -5,9 +5,9 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Family,
     Key,
-    OneOf,
     Only,
     Rope,
     Window,
@@ -31,7 +31,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Only("attention_bias", False),
         Key("mlp_bias", "mlp_bias", False),
-        OneOf("hidden_act", "activation", ("silu",)),
+        Activation(),
         Rope(
             1000000.0,
             scaling={

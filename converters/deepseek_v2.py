@@ -7,6 +7,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_SHARED_EXPERTS,
+    Activation,
     Default,
     Derived,
     Family,
@@ -28,7 +29,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "router_fp32": True,
         "router_group_best": 1,
@@ -69,7 +69,7 @@ FAMILY = Family(
         Implied("topk_method", "'group_limited_greedy' if router_num_groups else 'greedy'"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
         Inverted("norm_topk_prob", "router_pre_softmax", False),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(10000.0),
     ),
     hf=(

@@ -5,6 +5,7 @@ Tensors are called as DeepSeek publishes them; those of transformers' own saves 
 
 from megtool.convert import (
     HF_DEEPSEEK_V4,
+    Activation,
     CompressRatios,
     CompressRope,
     Derived,
@@ -23,7 +24,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "attn_sinks": True,
         "router_score": "sqrtsoftplus",
@@ -68,7 +68,7 @@ FAMILY = Family(
         Only("topk_method", "noaux_tc"),
         Key("swiglu_limit", "activation_limit", 10.0),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
-        Only("hidden_act", "silu"),
+        Activation(),
         CompressRope(),
     ),
     hf=HF_DEEPSEEK_V4,

@@ -6,10 +6,10 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Default,
     Family,
     Key,
-    OneOf,
     Rope,
 )
 
@@ -33,7 +33,7 @@ FAMILY = Family(
         Key("use_bias", "qkv_bias", False),
         Key("use_bias", "attn_out_bias", False),
         Key("use_bias", "mlp_bias", False),
-        OneOf("hidden_act", "activation", ("silu",)),
+        Activation(),
         Rope(500000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),

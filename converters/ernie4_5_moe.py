@@ -7,6 +7,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_SHARED_EXPERTS,
+    Activation,
     Default,
     EitherKey,
     Family,
@@ -26,7 +27,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "rope_interleaved": True,
         "router_expert_bias": True,
         "router_fp32": True,
@@ -50,7 +50,7 @@ FAMILY = Family(
             "moe_num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=2
         ),
         MoeSpan("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(500000.0),
     ),
     hf=(

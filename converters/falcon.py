@@ -1,6 +1,7 @@
 """Falcon: attention fused by groups of heads, beside an MLP without a gate; rotary or refused."""
 
 from megtool.convert import (
+    Activation,
     Default,
     Derived,
     Dropped,
@@ -8,7 +9,6 @@ from megtool.convert import (
     Grouped,
     GroupedHeads,
     Key,
-    OneOf,
     Refused,
     Rope,
     Row,
@@ -39,7 +39,7 @@ FAMILY = Family(
         Key("bias", "attn_out_bias", False),
         Key("bias", "mlp_bias", False),
         Refused("alibi", True, "positions are biases of attention scores (ALiBi)"),
-        OneOf("activation", "activation", ("gelu",)),
+        Activation("activation", "gelu"),
         Rope(10000.0),
     ),
     hf=(

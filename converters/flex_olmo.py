@@ -8,13 +8,13 @@ from megtool.convert import (
     HF_QK_NORMS,
     MEGATRON_EXPERT_POST_NORMS,
     POST_NORM_WEIGHTS,
+    Activation,
     Assumed,
     Default,
     EitherKey,
     Family,
     Inverted,
     Key,
-    Only,
     Rope,
 )
 
@@ -25,7 +25,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "pre_norms": False,
         "post_norms": True,
         "qk_norm": True,
@@ -48,7 +47,7 @@ FAMILY = Family(
         EitherKey(("num_experts", "num_local_experts"), "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token", 5),
         Inverted("norm_topk_prob", "router_pre_softmax", False),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(500000.0),
     ),
     hf=(*HF_MODEL, *HF_POST_NORMS, *HF_ATTENTION, *HF_QK_NORMS, *HF_EXPERTS),

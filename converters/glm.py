@@ -5,9 +5,9 @@ from megtool.convert import (
     HF_FUSED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Family,
     Key,
-    OneOf,
     Rope,
 )
 
@@ -28,7 +28,7 @@ FAMILY = Family(
         Key("rms_norm_eps", "norm_eps", 1.5625e-7),
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("attention_bias", "qkv_bias", True),
-        OneOf("hidden_act", "activation", ("silu",)),
+        Activation(),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_FUSED_MLP),

@@ -7,9 +7,9 @@ from megtool.convert import (
     HF_NORMS,
     MEGATRON_POST_NORMS,
     POST_NORM_WEIGHTS,
+    Activation,
     Family,
     Key,
-    OneOf,
     Rope,
     Row,
 )
@@ -31,7 +31,7 @@ FAMILY = Family(
         Key("rms_norm_eps", "norm_eps", 1.5625e-7),
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("attention_bias", "qkv_bias", True),
-        OneOf("hidden_act", "activation", ("silu",)),
+        Activation(),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
     ),
     hf=(

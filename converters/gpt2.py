@@ -1,13 +1,13 @@
 """GPT-2: learned positions, biases everywhere, and linear layers stored transposed."""
 
 from megtool.convert import (
+    Activation,
     Cat,
     Default,
     Derived,
     Dropped,
     Family,
     Key,
-    OneOf,
     Only,
     Row,
     Transposed,
@@ -37,11 +37,7 @@ FAMILY = Family(
         Key("n_positions", "max_positions", 1024),
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", True),
-        OneOf(
-            "activation_function",
-            "activation",
-            ("gelu_new", "gelu", "gelu_pytorch_tanh"),
-        ),
+        Activation("activation_function", "gelu_new"),
         Only("scale_attn_weights", True),
         Only("scale_attn_by_inverse_layer_idx", False),
         Only("add_cross_attention", False),

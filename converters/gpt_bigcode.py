@@ -1,6 +1,7 @@
 """StarCoder and SantaCoder: GPT-2 with one head of keys and values, or as many as of queries."""
 
 from megtool.convert import (
+    Activation,
     Default,
     Derived,
     Dropped,
@@ -8,7 +9,6 @@ from megtool.convert import (
     Grouped,
     Key,
     MultiQuery,
-    OneOf,
     Only,
     Row,
     with_bias,
@@ -40,7 +40,7 @@ FAMILY = Family(
         Key("n_positions", "max_positions", 1024),
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", True),
-        OneOf("activation_function", "activation", ("gelu_pytorch_tanh", "gelu", "gelu_new")),
+        Activation("activation_function", "gelu_pytorch_tanh"),
         Only("scale_attn_weights", True),
         Only("add_cross_attention", False),
     ),

@@ -1,13 +1,13 @@
 """GPT-Neo: learned positions, windows in every other layer, and scores that are not scaled."""
 
 from megtool.convert import (
+    Activation,
     Default,
     Derived,
     Dropped,
     Family,
     Key,
     LocalLayers,
-    OneOf,
     Row,
     with_bias,
 )
@@ -38,7 +38,7 @@ FAMILY = Family(
         Key("max_position_embeddings", "max_positions", 2048),
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", True),
-        OneOf("activation_function", "activation", ("gelu_new", "gelu", "gelu_pytorch_tanh")),
+        Activation("activation_function", "gelu_new"),
         LocalLayers(),
     ),
     hf=(

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: attention rows fused head by head, attention and MLP in parallel."""
 
-from megtool.convert import Derived, Dropped, Family, Grouped, Key, OneOf, Rope, Row
+from megtool.convert import Activation, Derived, Dropped, Family, Grouped, Key, Rope, Row
 
 FAMILY = Family(
     name="gpt_neox",
@@ -21,7 +21,7 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", True),
         Key("attention_bias", "attn_out_bias", True),
         Key("use_parallel_residual", "parallel_residual", True),
-        OneOf("hidden_act", "activation", ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")),
+        Activation("hidden_act", "gelu"),
         Rope(10000.0, key="rotary_emb_base", percent_key="rotary_pct", percent=0.25),
     ),
     hf=(

@@ -1,12 +1,12 @@
 """GPT-J: one layer norm feeds attention and MLP, in parallel; pairs of neighbours turn."""
 
 from megtool.convert import (
+    Activation,
     Default,
     Derived,
     Dropped,
     Family,
     Key,
-    OneOf,
     Padded,
     Rope,
     Row,
@@ -41,7 +41,7 @@ FAMILY = Family(
         Key("n_positions", "max_positions", 2048),
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
-        OneOf("activation_function", "activation", ("gelu_new", "gelu", "gelu_pytorch_tanh")),
+        Activation("activation_function", "gelu_new"),
         Rope(10000.0, percent_key="partial_rotary_factor", size_key="rotary_dim", size=64),
     ),
     hf=(

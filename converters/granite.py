@@ -5,11 +5,11 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Default,
     Family,
     Key,
     Noted,
-    OneOf,
     Rope,
 )
 
@@ -32,7 +32,7 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
-        OneOf("hidden_act", "activation", ("silu",)),
+        Activation(),
         Rope(10000.0),
         Noted("embedding_multiplier", "embedding_scale", 1.0),
         Noted("residual_multiplier", "residual_scale", 1.0),

@@ -6,6 +6,7 @@ from megtool.convert import (
     HF_HUNYUAN_QK_NORMS,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Alike,
     Assumed,
     Default,
@@ -24,7 +25,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "qk_norm_rotated": True,
     },
@@ -47,7 +47,7 @@ FAMILY = Family(
         Only("use_cla", False),
         Alike("num_experts", "num_experts", 1),
         Alike("moe_topk", "num_experts_per_token", 1),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(10000.0),
     ),
     hf=(

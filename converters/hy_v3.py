@@ -7,6 +7,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_QK_NORMS,
+    Activation,
     Default,
     Family,
     Key,
@@ -26,7 +27,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "router_score": "sigmoid",
         "router_expert_bias": True,
@@ -54,7 +54,7 @@ FAMILY = Family(
         ),
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=1),
         Key("router_scaling_factor", "router_scaling", 2.826),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(11158840.0),
     ),
     hf=(

@@ -5,10 +5,10 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Default,
     Family,
     Key,
-    OneOf,
     Rope,
 )
 
@@ -31,7 +31,7 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", True),
         Key("attention_bias", "attn_out_bias", True),
         Key("mlp_bias", "mlp_bias", True),
-        OneOf("hidden_act", "activation", ("relu2",)),
+        Activation("hidden_act", "relu2"),
         Rope(10000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),

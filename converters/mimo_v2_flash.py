@@ -7,6 +7,7 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Assumed,
     Default,
     EitherKey,
@@ -43,7 +44,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "attn_sinks": True,
         "window_sinks": True,
         "router_score": "sigmoid",
@@ -84,7 +84,7 @@ FAMILY = Family(
         Only("norm_topk_prob", True),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
-        Only("hidden_act", "silu"),
+        Activation(),
         Assumed("num_mtp_layers", "0"),
         Rope(
             5000000.0,

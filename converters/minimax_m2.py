@@ -5,6 +5,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_QK_NORMS,
+    Activation,
     Assumed,
     Cat,
     Family,
@@ -22,7 +23,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "qk_norm_of": "all",
         "router_score": "sigmoid",
@@ -46,7 +46,7 @@ FAMILY = Family(
         Only("qk_norm_type", "per_layer"),
         Only("scoring_func", "sigmoid"),
         Only("shared_intermediate_size", 0),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(5000000.0, percent_key="partial_rotary_factor", size_key="rotary_dim"),
     ),
     hf=(

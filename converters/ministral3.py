@@ -5,10 +5,10 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Default,
     Family,
     Key,
-    Only,
     Rope,
     RopeTemperature,
     Window,
@@ -18,7 +18,7 @@ FAMILY = Family(
     name="ministral3",
     architectures=("Ministral3ForCausalLM",),
     model_types=("ministral3",),
-    traits={"norm": "rmsnorm", "gated": True, "activation": "silu"},
+    traits={"norm": "rmsnorm", "gated": True},
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -30,7 +30,7 @@ FAMILY = Family(
         Key("max_position_embeddings", "max_positions", 262144),
         Key("rms_norm_eps", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(
             1000000.0,
             scaling={

@@ -12,6 +12,7 @@ from megtool.convert import (
     HF_NORMS,
     HF_SHARED_EXPERTS,
     HF_STACKED_EXPERTS,
+    Activation,
     Default,
     Derived,
     Family,
@@ -39,7 +40,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "qk_norm": True,
         "attn_temperature_rotated": True,
     },
@@ -72,7 +72,7 @@ FAMILY = Family(
         Only("topk_group", 1),
         Key("routed_scaling_factor", "router_scaling", 1.0),
         Only("norm_topk_prob", True),
-        Only("hidden_act", "silu"),
+        Activation(),
         Refused("rope_interleave", False, "Megatron's latent attention rotates pairs"),
         Rope(
             10000.0,

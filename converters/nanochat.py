@@ -3,11 +3,11 @@
 from megtool.convert import (
     HF_ATTENTION,
     HF_MODEL,
+    Activation,
     Default,
     Family,
     Key,
     Noted,
-    OneOf,
     Rope,
     Row,
 )
@@ -37,7 +37,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
-        OneOf("hidden_act", "activation", ("relu2",)),
+        Activation("hidden_act", "relu2"),
         Rope(10000.0),
         Noted("final_logit_softcapping", "logit_softcap", 15.0, "x + 0.0", null=0.0),
     ),

@@ -5,10 +5,10 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Default,
     Family,
     Key,
-    OneOf,
     Rope,
 )
 
@@ -31,7 +31,7 @@ FAMILY = Family(
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
-        OneOf("hidden_act", "activation", ("relu2",)),
+        Activation("hidden_act", "relu2"),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),

@@ -5,12 +5,12 @@ refused.
 """
 
 from megtool.convert import (
+    Activation,
     Default,
     Derived,
     Dropped,
     Family,
     Key,
-    OneOf,
     Only,
     Row,
     also_named,
@@ -48,7 +48,7 @@ FAMILY = Family(
         Key("enable_bias", "qkv_bias", True),
         Key("enable_bias", "attn_out_bias", True),
         Key("enable_bias", "mlp_bias", True),
-        OneOf("activation_function", "activation", ("relu", "gelu", "gelu_new")),
+        Activation("activation_function", "relu"),
     ),
     hf=(
         *also_named(

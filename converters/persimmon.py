@@ -2,12 +2,12 @@
 
 from megtool.convert import (
     HF_NORMS,
+    Activation,
     Derived,
     Dropped,
     Family,
     Grouped,
     Key,
-    OneOf,
     Rope,
     Row,
     with_bias,
@@ -39,7 +39,7 @@ FAMILY = Family(
         Key("layer_norm_eps", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("qk_layernorm", "qk_norm", True),
-        OneOf("hidden_act", "activation", ("relu2",)),
+        Activation("hidden_act", "relu2"),
         Rope(25000.0, percent_key="partial_rotary_factor", percent=0.5),
     ),
     hf=(

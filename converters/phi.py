@@ -1,11 +1,11 @@
 """Phi-1 to 2: one layer norm feeds attention and MLP, which are in parallel; biases everywhere."""
 
 from megtool.convert import (
+    Activation,
     Default,
     Dropped,
     Family,
     Key,
-    OneOf,
     Padded,
     Rope,
     Row,
@@ -42,7 +42,7 @@ FAMILY = Family(
         Key("layer_norm_eps", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("qk_layernorm", "qk_norm", False),
-        OneOf("hidden_act", "activation", ("gelu_new", "gelu", "gelu_pytorch_tanh")),
+        Activation("hidden_act", "gelu_new"),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
     ),
     hf=(

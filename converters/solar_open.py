@@ -7,6 +7,7 @@ from megtool.convert import (
     HF_MODEL,
     HF_NORMS,
     HF_SHARED_EXPERTS,
+    Activation,
     Assumed,
     Family,
     Key,
@@ -23,7 +24,6 @@ FAMILY = Family(
     traits={
         "norm": "rmsnorm",
         "gated": True,
-        "activation": "silu",
         "router_score": "sigmoid",
         "router_expert_bias": True,
         "router_fp32": True,
@@ -53,7 +53,7 @@ FAMILY = Family(
         Only("norm_topk_prob", True),
         Only("first_k_dense_replace", 0),
         Only("use_qk_norm", False),
-        Only("hidden_act", "silu"),
+        Activation(),
         Rope(1000000.0),
     ),
     hf=(

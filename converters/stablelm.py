@@ -5,10 +5,10 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Activation,
     Derived,
     Family,
     Key,
-    OneOf,
     Rope,
     Row,
 )
@@ -33,7 +33,7 @@ FAMILY = Family(
         Key("use_parallel_residual", "parallel_residual", False),
         Derived("shared_norm", "parallel_residual"),
         Key("qk_layernorm", "qk_norm", False),
-        OneOf("hidden_act", "activation", ("silu",)),
+        Activation(),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.25),
     ),
     hf=(

@@ -6,6 +6,7 @@ From the top down: the files here; megatron; families; config; language.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megtool.convert.config.activation import Activation
 from megtool.convert.config.blocks import BlockConfigs
 from megtool.convert.config.compressed import CompressRatios, CompressRope, HashLayers
 from megtool.convert.config.global_heads import GlobalHeads
@@ -220,6 +221,7 @@ __all__ = [
     "TORCHTITAN_NORMS",
     "TORCHTITAN_PAIRED_ATTENTION",
     "XIELU_WEIGHTS",
+    "Activation",
     "AdjustedFeedForward",
     "Alike",
     "Assumed",

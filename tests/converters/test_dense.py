@@ -413,7 +413,7 @@ FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
 @pytest.mark.parametrize(
     ("name", "keys", "said"),
     [
-        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen2", {"hidden_act": "laplace"}, "hidden_act='laplace'"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (
@@ -429,7 +429,7 @@ FALCON = {"mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_d_state": 8}
         ("qwen2", WINDOWED | {"num_hidden_layers": 10**12}, "num_layers is 1000000000000"),
         ("smollm3", {"no_rope_layers": [1, 2]}, r"no_rope_layers is \[1, 2\]"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads"),
-        ("nemotron", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("nemotron", {"hidden_act": "laplace"}, "hidden_act='laplace'"),
         ("bert", {"is_decoder": True}, "is_decoder=True"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types is"),

@@ -170,7 +170,7 @@ def test_older_config_keys_and_defaults() -> None:
     ("changes", "said"),
     [
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "laplace"}, "hidden_act='laplace'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"num_key_value_heads": 4}, "does not divide num_heads 6"),
     ],

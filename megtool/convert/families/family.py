@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megtool.convert.config.activation import Activation
 from megtool.convert.config.hybrid import hybrid_form
-from megtool.convert.config.keys import OneOf, Setting, read_settings, write_settings
+from megtool.convert.config.keys import Setting, read_settings, write_settings
 from megtool.convert.families.nested import Nested, TextConfig
 from megtool.convert.language.canonical import Weight
 from megtool.convert.language.expression import Expression
@@ -93,8 +94,8 @@ class Family:
         keys: list[str] = []
         for setting in self.settings:
             keys += setting.complete(values, unsaid)
-            if isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
-                values["activation"] = setting.values[0]  # args have one word for all of them
+            if isinstance(setting, Activation) and _is_gated_gelu(setting, config):
+                values["activation"] = setting.default  # args have one word for all of them
         known_values = {n: values[n] for n in (*unsaid, "activation")}
         return config.with_fields(**known_values), tuple(keys)
 
@@ -110,7 +111,6 @@ class Family:
         return out
 
 
-def _is_gated_gelu(setting: OneOf, config: ModelConfig) -> bool:
-    mlp = config.mlp
-    kinds = (mlp.activation, *setting.values)
-    return setting.field == "activation" and mlp.gated and all("gelu" in str(k) for k in kinds)
+def _is_gated_gelu(setting: Activation, config: ModelConfig) -> bool:
+    kinds = (config.mlp.activation, setting.default)
+    return config.mlp.gated and all("gelu" in kind for kind in kinds)

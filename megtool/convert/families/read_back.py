@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from megtool.convert.config.activation import Activation
 from megtool.convert.config.keys import REQUIRED, Default, Key, OneOf
 from megtool.convert.config.moe import Noted
 from megtool.convert.families.detection import families
@@ -173,7 +174,9 @@ def _usual_values(family: Family) -> dict[str, Any]:
     """The values of fields where a family's config.json says none."""
     out: dict[str, Any] = {}
     for setting in family.settings:
-        if isinstance(setting, OneOf):
+        if isinstance(setting, Activation):
+            out["activation"] = setting.default
+        elif isinstance(setting, OneOf):
             out[setting.field] = setting.values[0]
         elif isinstance(setting, Key) and not isinstance(setting.default, Default):
             if setting.default != REQUIRED:
