@@ -131,6 +131,8 @@ def test_ranks_and_the_last_iteration_are_found(http_files: HttpFiles) -> None:
     names |= {f"__{rank}_{n}.distcp" for rank in range(17) for n in range(3 if rank else 1)}
     for name in names:
         (save / "iter_0000020" / name).write_bytes(DATA)
+    stored = " ".join(sorted(n for n in names if n.endswith(".distcp")))
+    (save / "iter_0000020" / ".metadata").write_bytes(DATA + stored.encode() + DATA)
     store = connect(http_files.url().rstrip("/"))
     assert store.list("run").prefixes == ("run/iter_0000020",)
     found = {info.key.rpartition("/")[2] for info in store.list("run", recursive=True).objects}

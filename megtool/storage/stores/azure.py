@@ -21,6 +21,7 @@ from megtool.storage.stores.protocol import (
     UploadedPart,
     truncated,
 )
+from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
 from megtool.storage.stores.schemes import missing_package
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class AzureStore:
             return call(*arguments, **named)
         except AzureError as e:
             self._raise(e, key)
+        except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as e:
+            raise odd_reply(self._place(key), str(e)[:200] or type(e).__name__) from e
 
     def _raise(self, error: Exception, key: str) -> NoReturn:
         from azure.core import exceptions as x
@@ -114,7 +117,7 @@ class AzureStore:
             if e.hint:
                 raise
             return None
-        return _info(entries)
+        return _info(entries, self._place(key))
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """See `Store.list`."""
@@ -122,17 +125,21 @@ class AzureStore:
         objects: list[ObjectInfo] = []
         prefixes: list[str] = []
 
+        place = self._place(prefix)
+        limit = ListingLimit(place)
+
         def collect() -> None:
             if recursive:
                 entries = self._container.list_blobs(name_starts_with=start, results_per_page=_LIST)
             else:
                 entries = self._container.walk_blobs(name_starts_with=start, delimiter="/")
             for item in entries:
+                limit.add(1)
                 if item.name.endswith("/"):
                     if item.name != start and not recursive:
                         prefixes.append(item.name.rstrip("/"))
                 elif (item.metadata or {}).get("hdi_isfolder") != "true":
-                    objects.append(_info(item))
+                    objects.append(_info(item, place))
                 if most is not None and len(objects) + len(prefixes) >= most:
                     return
 
@@ -433,10 +440,10 @@ def _ns(time_: Any) -> int:
     return 0 if time_ is None else round(time_.timestamp() * 10**9)
 
 
-def _info(item: Any) -> ObjectInfo:
+def _info(item: Any, place: str) -> ObjectInfo:
     return ObjectInfo(
-        key=item.name,
-        size=item.size,
-        version=_tag(item.etag),
+        key=to_text(item.name, "name", place),
+        size=to_size(item.size, place),
+        version=_tag(to_text(item.etag, "ETag", place, max_length=1024)),
         modified_ns=_ns(item.last_modified),
     )

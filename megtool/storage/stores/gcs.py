@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -20,6 +21,7 @@ from megtool.storage.stores.protocol import (
     Upload,
     UploadedPart,
 )
+from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
 from megtool.storage.stores.schemes import missing_package
 
 PARTS_FOLDER = ".megtool-parts"
@@ -123,7 +125,7 @@ class GcsStore:
     def head(self, key: str) -> ObjectInfo | None:
         """See `Store.head`."""
         try:
-            return _info(self._send("GET", self._object_url(key), key).json())
+            return self._info(self._send("GET", self._object_url(key), key).json(), key)
         except ObjectMissingError as e:
             if e.hint:
                 raise
@@ -136,24 +138,46 @@ class GcsStore:
         for page in self._pages(prefix, recursive=recursive):
             for item in page.get("items", ()):
                 if not item["name"].endswith("/") and f"/{PARTS_FOLDER}/" not in f"/{item['name']}":
-                    objects.append(_info(item))
+                    objects.append(self._info(item, prefix))
             folders = (p.rstrip("/") for p in page.get("prefixes", ()))
             prefixes += [p for p in folders if p.rpartition("/")[2] != PARTS_FOLDER]
             if most is not None and len(objects) + len(prefixes) >= most:
                 break
         return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
 
+    def _info(self, item: Any, key: str) -> ObjectInfo:
+        """Return an object as a reply describes it, each field checked."""
+        place = self._place(key)
+        if not isinstance(item, dict):
+            raise odd_reply(place, "it is no description of an object")
+        modified_ns = 0
+        updated = item.get("updated")
+        if isinstance(updated, str):
+            with contextlib.suppress(ValueError, OverflowError):
+                seconds = datetime.fromisoformat(updated.replace("Z", "+00:00")).timestamp()
+                modified_ns = round(seconds * 10**9)
+        return ObjectInfo(
+            key=to_text(item.get("name"), "name", place),
+            size=to_size(item.get("size"), place),
+            version=to_text(str(item.get("generation", "")), "generation", place, max_length=64),
+            modified_ns=modified_ns,
+        )
+
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Mapping[str, Any]]:
         params = {"prefix": f"{prefix}/" if prefix else "", "maxResults": "1000"}
         if not recursive:
             params["delimiter"] = "/"
         url = f"{self._host}/storage/v1/b/{self._bucket}/o"
+        place = self._place(prefix)
+        limit = ListingLimit(place)
         while True:
             page = self._send("GET", url, prefix, params=params).json()
+            _check_page(page, place)
             yield page
             if not page.get("nextPageToken"):
                 return
-            params["pageToken"] = page["nextPageToken"]
+            params["pageToken"] = to_text(page["nextPageToken"], "token of the next page", place)
+            limit.add(len(page.get("items", ())), params["pageToken"])
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
         """See `Store.read`."""
@@ -192,7 +216,7 @@ class GcsStore:
             data=data,
             is_repeatable=not (create or version),
         )
-        return _info(reply.json())
+        return self._info(reply.json(), key)
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `Store.delete`."""
@@ -237,7 +261,7 @@ class GcsStore:
     def _upload_objects(self, key: str, upload_id: str) -> Sequence[ObjectInfo]:
         prefix = self._parts_prefix(key, upload_id)
         pages = self._pages(prefix, recursive=True)
-        objects = [_info(item) for page in pages for item in page.get("items", ())]
+        objects = [self._info(item, key) for page in pages for item in page.get("items", ())]
         if not any(info.key == f"{prefix}/{_BEGIN}" for info in objects):
             raise ObjectMissingError("there is no such upload in parts", file=self._place(key))
         return objects
@@ -262,7 +286,7 @@ class GcsStore:
                 if len(names) < 4 or names[-1] != _BEGIN or names[-4] != PARTS_FOLDER:
                     continue
                 key = "/".join([*names[:-4], names[-3]])
-                started_ns = _info(item).modified_ns
+                started_ns = self._info(item, prefix).modified_ns
                 uploads.append(Upload(key=key, upload_id=names[-2], started_ns=started_ns))
         return uploads
 
@@ -339,7 +363,7 @@ class GcsStore:
             data=json.dumps(body).encode(),
             is_repeatable=not create,
         )
-        return _info(reply.json())
+        return self._info(reply.json(), key)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""
@@ -394,15 +418,13 @@ def _token_headers(url: str) -> Callable[[], Mapping[str, str]]:
     return headers
 
 
-def _info(item: Mapping[str, Any]) -> ObjectInfo:
-    updated = item.get("updated", "")
-    modified_ns = 0
-    if updated:
-        seconds = datetime.fromisoformat(updated.replace("Z", "+00:00")).timestamp()
-        modified_ns = round(seconds * 10**9)
-    return ObjectInfo(
-        key=item["name"],
-        size=int(item["size"]),
-        version=str(item["generation"]),
-        modified_ns=modified_ns,
+def _check_page(page: Any, place: str) -> None:
+    """Raise if a page of a listing has no objects with names, or prefixes that are no text."""
+    items, prefixes = (
+        (page.get("items", []), page.get("prefixes", [])) if isinstance(page, dict) else (None, [])
     )
+    is_page = isinstance(items, list) and isinstance(prefixes, list)
+    if not is_page or not all(isinstance(item, dict) for item in items):
+        raise odd_reply(place, "it is no page of a listing")
+    for name in (*(item.get("name") for item in items), *prefixes):
+        to_text(name, "name", place)

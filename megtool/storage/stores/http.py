@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from email.utils import parsedate_to_datetime
-from html.parser import HTMLParser
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+from megtool.errors import StorageError
 from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
 from megtool.storage.stores.protocol import ConditionError, Listing, ObjectInfo
 from megtool.storage.stores.read_only import ReadOnlyStore
 from megtool.storage.stores.read_pool import read_pool
+from megtool.storage.stores.reply_limits import MAX_DEPTH, ListingLimit, odd_reply, to_size
 
 KNOWN_FILES = (
     *("config.json", "model.safetensors.index.json", "model.safetensors", "hf_quant_config.json"),
@@ -28,13 +31,18 @@ KNOWN_FILES = (
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TRACKER = "latest_checkpointed_iteration.txt"
-_HEADS = 16
-"""Files that are asked for at the same time."""
-
 _FILES = (".safetensors", ".gguf", ".json", ".pt", ".bin", ".distcp", ".yaml", ".txt", ".npz")
 """What ends like this is no folder."""
 
-_MAX_LISTING = 64 << 20
+_MAX_TAG = 1024
+_MAX_INDEX_BYTES = 256 << 20
+"""The most bytes of an index or of `.metadata` that are read for the names of files in it."""
+
+_RANK_FILE = re.compile(rb"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+_LINK = re.compile(
+    r"<a\s[^<>]{0,1000}?\bhref\s{0,9}=\s{0,9}(?:\"([^\"<>]{1,4096})\"|'([^'<>]{1,4096})'|([^\s\"'<>]{1,4096}))",
+    re.IGNORECASE,
+)
 
 
 class HttpStore(ReadOnlyStore):
@@ -43,6 +51,8 @@ class HttpStore(ReadOnlyStore):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._client = HttpClient(url)
+        self._sizes: dict[str, int] = {}
+        """Of files that have no version: what is read of them later must have the same size."""
 
     def _address(self, key: str) -> str:
         # What is encoded already stays.
@@ -58,6 +68,7 @@ class HttpStore(ReadOnlyStore):
         reply = self._client.send("HEAD", address, self._place(key))
         if reply.status in (404, 410) or _is_folder(address, reply):
             return None
+        place = self._place(key)
         if reply.status != 200 or "Content-Length" not in reply.headers:
             reply = self._client.send(
                 "GET", address, self._place(key), headers={"Range": "bytes=0-0"}
@@ -65,8 +76,11 @@ class HttpStore(ReadOnlyStore):
             if reply.status in (404, 410) or _is_folder(address, reply):
                 return None
             if reply.status not in (200, 206, 416):
-                raise error_of(reply, self._place(key))
-        return _info(key, reply)
+                raise error_of(reply, place)
+        info = _info(key, reply, place)
+        if not info.version:
+            self._sizes[key] = info.size
+        return info
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
         """See `Store.read`."""
@@ -74,8 +88,11 @@ class HttpStore(ReadOnlyStore):
             return memoryview(b"")
 
         def check(reply: HttpReply) -> None:
-            if reply.status in (200, 206) and version and _version(reply) != version:
-                raise ConditionError("the file has another version", file=self._place(key))
+            place, is_found = self._place(key), reply.status in (200, 206)
+            size = None if version else self._sizes.get(key)
+            is_changed = version and _version(reply, place) != version
+            if is_found and (is_changed or (size is not None and _size(reply, place) != size)):
+                raise ConditionError("the file has another version", file=place)
 
         headers = {"If-Match": version} if version.startswith('"') else {}
         return self._client.read_range(
@@ -86,9 +103,19 @@ class HttpStore(ReadOnlyStore):
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """See `Store.list`; a server that does not list is asked for known names."""
+        return self._list(prefix, recursive, 0, ListingLimit(self._place(prefix)))
+
+    def _list(self, prefix: str, recursive: bool, depth: int, limit: ListingLimit) -> Listing:
+        if depth > MAX_DEPTH:
+            raise StorageError(
+                f"the server lists more than {MAX_DEPTH} folders in each other",
+                file=self._place(prefix),
+                hint="give a folder further down",
+            )
         if prefix.endswith(_FILES):
             return Listing(objects=())
         names = self._listed(prefix)
+        limit.add(1 if names is None else len(names))
         is_listed = names is not None
         if names is None:
             names = KNOWN_FILES
@@ -96,14 +123,25 @@ class HttpStore(ReadOnlyStore):
         objects = [*self._heads(start + name for name in names if not name.endswith("/"))]
         prefixes = [start + name.rstrip("/") for name in names if name.endswith("/")]
         if not is_listed:
+            if objects:
+                self._expect_refusals(start)
             more, folders = self._further(start, objects)
             objects += more
             prefixes = [*folders]
         if recursive:
             for folder in prefixes:
-                objects += self.list(folder, recursive=True).objects
+                objects += self._list(folder, True, depth + 1, limit).objects
             prefixes = []
         return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
+
+    def _expect_refusals(self, start: str) -> None:
+        """Raise if the server has every file that one asks for: then none is known to exist."""
+        if self.head(f"{start}no-such-file-{secrets.token_hex(8)}.bin") is not None:
+            raise StorageError(
+                "the server answers every name as if there were such a file",
+                file=self._place(start.rstrip("/")),
+                hint="give the address of one file, or a server that says 404 for what it lacks",
+            )
 
     def _heads(self, keys: Iterable[str]) -> Sequence[ObjectInfo]:
         heads: dict[str, ObjectInfo | None] = dict.fromkeys(keys)
@@ -121,7 +159,7 @@ class HttpStore(ReadOnlyStore):
             "GET", address, self._place(prefix), headers={"Accept": "application/json, text/html"}
         )
         kind = reply.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if reply.status != 200 or len(reply.body) > _MAX_LISTING:
+        if reply.status != 200:
             return None
         if kind == "application/json":
             return _names_in_json(reply.json())
@@ -142,39 +180,36 @@ class HttpStore(ReadOnlyStore):
                 names = index.get("weight_map") if isinstance(index, dict) else None
                 shards = names.values() if isinstance(names, dict) else ()
                 keys += [start + n for n in shards if isinstance(n, str) and "/" not in n]
-        others = [*self._heads(keys)]
         if ".metadata" in sizes:
-            others += self._ranks(start)
+            keys += self._ranks(start, sizes[".metadata"])
+        others = [*self._heads(keys)]
         prefixes = []
         if _TRACKER in sizes:
             text = bytes(self.read(start + _TRACKER, 0, min(sizes[_TRACKER], 64))).strip()
-            folder = f"iter_{int(text):07d}" if text.isdigit() else "release"
+            folder = f"iter_{int(text):07d}" if re.fullmatch(rb"[0-9]{1,19}", text) else "release"
             prefixes.append(start + folder)
         return others, prefixes
 
+    def _small(self, key: str, size: int) -> bytes:
+        if size > _MAX_INDEX_BYTES:
+            raise StorageError(
+                f"{size:,} bytes are too many for an index of files", file=self._place(key)
+            )
+        return bytes(self.read(key, 0, size))
+
     def _json(self, key: str, size: int) -> object:
         try:
-            return json.loads(bytes(self.read(key, 0, size)))
-        except ValueError:
+            return json.loads(self._small(key, size))
+        except (ValueError, RecursionError):
             return None
 
-    def _ranks(self, start: str) -> Sequence[ObjectInfo]:
-        """The files of a distributed checkpoint: `__RANK_NUMBER.distcp`, as far as they go."""
-        objects: list[ObjectInfo] = []
-        rank = 0
-        while True:
-            batch = self._heads(
-                f"{start}__{r}_{n}.distcp" for r in range(rank, rank + _HEADS) for n in range(2)
-            )
-            objects += batch
-            for r in range(rank, rank + _HEADS):
-                number = 2
-                while any(i.key == f"{start}__{r}_{number - 1}.distcp" for i in objects):
-                    objects += self._heads([f"{start}__{r}_{number}.distcp"])
-                    number += 1
-            if not any(f"__{rank + _HEADS - 1}_" in info.key for info in batch):
-                return objects
-            rank += _HEADS
+    def _ranks(self, start: str, size: int) -> Sequence[str]:
+        """Return the files `__RANK_NUMBER.distcp` that a distributed checkpoint's metadata names.
+
+        They stand in it as they are, so its pickle is not opened here.
+        """
+        rank_files = set(_RANK_FILE.findall(self._small(start + ".metadata", size)))
+        return [start + name.decode() for name in sorted(rank_files)]
 
 
 def _is_folder(address: str, reply: HttpReply) -> bool:
@@ -182,21 +217,35 @@ def _is_folder(address: str, reply: HttpReply) -> bool:
     return urlsplit(reply.url).path.endswith("/") and not urlsplit(address).path.endswith("/")
 
 
-def _version(reply: HttpReply) -> str:
-    tag = reply.headers.get("ETag", "")
-    return str(tag or reply.headers.get("Last-Modified", ""))
+def _size(reply: HttpReply, place: str) -> int:
+    """Return the size of the whole file of which a reply holds a part, all or nothing."""
+    if reply.status == 200:
+        return to_size(reply.headers.get("Content-Length", "none"), place)
+    return to_size(reply.headers.get("Content-Range", "none").rpartition("/")[2], place)
 
 
-def _info(key: str, reply: HttpReply) -> ObjectInfo:
-    total = reply.headers.get("Content-Range", "").rpartition("/")[2]
-    size = int(total) if total.isdigit() else int(reply.headers.get("Content-Length", 0))
+def _version(reply: HttpReply, place: str) -> str:
+    """Return the ETag of a file, else the time of its last change, else nothing."""
+    headers = reply.headers
+    tag = headers.get("ETag", "") or headers.get("Last-Modified", "")
+    if len(tag) > _MAX_TAG:
+        raise odd_reply(place, f"the version has {len(tag):,} characters")
+    return tag
+
+
+def _info(key: str, reply: HttpReply, place: str) -> ObjectInfo:
     modified_ns = 0
     if date := reply.headers.get("Last-Modified"):
         try:
-            modified_ns = int(parsedate_to_datetime(date).timestamp()) * 10**9
-        except ValueError:
+            modified_ns = int(parsedate_to_datetime(date[:100]).timestamp()) * 10**9
+        except (ValueError, TypeError, OverflowError, OSError):
             modified_ns = 0
-    return ObjectInfo(key=key, size=size, version=_version(reply), modified_ns=modified_ns)
+    return ObjectInfo(
+        key=key,
+        size=_size(reply, place),
+        version=_version(reply, place),
+        modified_ns=modified_ns,
+    )
 
 
 def _names_in_json(listing: object) -> Sequence[str] | None:
@@ -209,35 +258,28 @@ def _names_in_json(listing: object) -> Sequence[str] | None:
             return None
         is_folder = item.get("type") == "directory" or item.get("is_dir") is True
         name = item["name"].rstrip("/")
-        if name and "/" not in name and name != "..":
+        if name and "/" not in name and "\0" not in name and name not in (".", ".."):
             names.append(f"{name}/" if is_folder else name)
     return names
 
 
-class _Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "a":
-            self.links += [value for name, value in attrs if name == "href" and value]
-
-
 def _names_in_html(text: str, base: str) -> Sequence[str]:
     """Names to which a page links that lie directly in its folder."""
-    parser = _Links()
-    parser.feed(text)
+    links = (html.unescape(next(filter(None, match))) for match in _LINK.findall(text))
     here = urlsplit(base)
     folder = here.path.rpartition("/")[0] + "/"
     names: dict[str, None] = {}
-    for link in parser.links:
-        target = urlsplit(urljoin(base, link))
+    for link in links:
+        try:
+            target = urlsplit(urljoin(base, link))
+        except ValueError:
+            continue
         if target.query or target.fragment or target.netloc != here.netloc:
             continue
         if not target.path.startswith(folder):
             continue
         name = unquote(target.path[len(folder) :])
-        if name and "/" not in name[:-1] and name not in ("./", "../"):
+        is_name = name.rstrip("/") not in ("", ".", "..") and "\0" not in name
+        if is_name and "/" not in name[:-1]:
             names[name] = None
     return tuple(names)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 from megtool.errors import FormatError, StorageError
 from megtool.storage.stores.protocol import (
@@ -16,6 +17,14 @@ from megtool.storage.stores.protocol import (
     ObjectMissingError,
     truncated,
 )
+from megtool.storage.stores.reply_limits import (
+    MAX_BODY_BYTES,
+    MAX_ERROR_BYTES,
+    OversizeReplyError,
+    SlowReplyError,
+    paced_pools,
+    read_body,
+)
 from megtool.storage.stores.schemes import missing_package
 
 ATTEMPTS = 8
@@ -23,6 +32,12 @@ ATTEMPTS = 8
 
 _TIMEOUTS = SEND_TIMEOUT, 60
 """Seconds to send, and between two bytes of the reply."""
+
+_PATIENCE = 150.0
+"""No attempt begins so many seconds after the first one began."""
+
+_MAX_REDIRECTS = 10
+_REDIRECTS = {301, 302, 303, 307, 308}
 
 _CONNECTIONS = 128
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
@@ -40,20 +55,21 @@ class HttpReply:
     url: str
 
     def json(self) -> Any:
-        """The body as JSON; an empty object if it is none."""
+        """The body as JSON; an empty object if it is none, or nested without measure."""
         import json
 
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
 
 
 class HttpClient:
     """A pool of connections. Thread-safe.
 
-    `authorize` gives headers with credentials for each request; redirects to another host go there
-    without them. Messages never contain what follows `?` in a URL.
+    `authorize` gives headers with credentials for each request; redirects to another host, port or
+    scheme go there without them. Messages never contain what follows `?` in a URL. Replies have
+    the limits of `reply_limits`.
     """
 
     def __init__(
@@ -65,7 +81,6 @@ class HttpClient:
     ) -> None:
         try:
             import requests
-            from requests.adapters import HTTPAdapter
             from urllib3.exceptions import HTTPError
         except ImportError as e:
             raise missing_package("requests", url) from e
@@ -75,7 +90,7 @@ class HttpClient:
         if authorize is not None:
             self._session.auth = lambda request: request  # not from ~/.netrc
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+            self._session.mount(scheme, _make_adapter())
         self._session.headers.update({"User-Agent": "megtool", "Accept-Encoding": "identity"})
         self._authorize = authorize
         self._attempts = attempts
@@ -98,13 +113,17 @@ class HttpClient:
         Raises:
             StorageError: no reply came.
         """
+        start = time.monotonic()
         for attempt in range(self._attempts):
             is_last = attempt == self._attempts - 1
             try:
                 with self._request(method, url, headers, params, data) as response:
-                    reply = _to_reply(response, response.content)
-            except self._errors.RequestException as e:
-                if is_last or not is_repeatable or not self._is_passing(e):
+                    reply = _to_reply(response, _read_body(response))
+            except OversizeReplyError as e:
+                raise _oversize(e, place) from None
+            except self._passing as e:
+                is_late = time.monotonic() - start > _PATIENCE
+                if is_last or is_late or not is_repeatable or not self._is_passing(e):
                     raise self._unreachable(e, place) from None
                 _pause(attempt)
                 continue
@@ -136,13 +155,15 @@ class HttpClient:
         stop = offset + num_bytes
         wish = {**(headers or {}), "Range": f"bytes={offset}-{stop - 1}"}
         trouble = ""
-        for attempt in range(self._attempts):
+        start = time.monotonic()
+        attempt = 0
+        while True:
             pause = None
             try:
                 with self._request("GET", url, wish, params, None) as response:
                     status = response.status_code
                     is_body = status in (200, 206)
-                    reply = _to_reply(response, b"" if is_body else response.content)
+                    reply = _to_reply(response, b"" if is_body else _read_body(response))
                     if check is not None:
                         check(reply)
                     if is_body:
@@ -156,14 +177,18 @@ class HttpClient:
                         pause = reply.headers.get("Retry-After")
                     else:
                         raise error_of(reply, place, stop)
+            except OversizeReplyError as e:
+                raise _oversize(e, place) from None
             except self._passing as e:
                 if isinstance(e, self._errors.RequestException) and not self._is_passing(e):
                     raise self._unreachable(e, place) from None
                 trouble = _reason(e)
-            if attempt < self._attempts - 1:
-                _pause(attempt, pause)
+            attempt += 1
+            if attempt == self._attempts or time.monotonic() - start > _PATIENCE:
+                break
+            _pause(attempt - 1, pause)
         raise StorageError(
-            f"the server broke off {self._attempts} times: {trouble}",
+            f"the server broke off {attempt} times: {trouble}",
             file=place,
             hint="run the command again later",
         )
@@ -176,14 +201,32 @@ class HttpClient:
         params: Mapping[str, Any] | None,
         data: bytes | memoryview | None,
     ) -> Any:
-        sent = {**(self._authorize() if self._authorize else {}), **(headers or {})}
+        credentials = dict(self._authorize()) if self._authorize else {}
         body = bytes(data) if data is not None else None
-        return self._session.request(
-            method, url, headers=sent, params=params, data=body, timeout=_TIMEOUTS, stream=True
-        )
+        for _ in range(_MAX_REDIRECTS):
+            response = self._session.request(
+                method,
+                url,
+                headers={**credentials, **(headers or {})},
+                params=params,
+                data=body,
+                timeout=_TIMEOUTS,
+                stream=True,
+                allow_redirects=False,
+            )
+            target = response.headers.get("Location")
+            if response.status_code not in _REDIRECTS or not target or body is not None:
+                return response
+            response.close()
+            before, url, params = response.url, urljoin(response.url, target), None
+            if _origin(url) != _origin(before):
+                credentials = {}
+        raise self._errors.TooManyRedirects(f"more than {_MAX_REDIRECTS} redirects")
 
     def _is_passing(self, error: Exception) -> bool:
         x = self._errors
+        if not isinstance(error, x.RequestException):
+            return True  # the connection failed below the body
         is_settled = isinstance(error, x.SSLError | x.ProxyError | x.TooManyRedirects)
         return not is_settled and isinstance(
             error, x.ConnectionError | x.Timeout | x.ChunkedEncodingError | x.ContentDecodingError
@@ -206,7 +249,8 @@ def error_of(reply: HttpReply, place: str, stop: int = 0) -> StorageError | Form
         return ConditionError("the object exists already, or has another version", file=place)
     if status == 416:
         total = reply.headers.get("Content-Range", "").rpartition("/")[2]
-        return truncated(place, int(total) if total.isdigit() else None, stop)
+        is_number = total.isascii() and total.isdigit() and len(total) <= 20
+        return truncated(place, int(total) if is_number else None, stop)
     if status in (401, 403, 407):
         return StorageError(
             f"the server refuses access (HTTP {status})",
@@ -240,7 +284,10 @@ def _check_range(reply: HttpReply, place: str, offset: int, stop: int) -> None:
             hint="checkpoints are read in ranges; download it, or use a server with ranges",
             error_id="ranges-ignored",
         )
-    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", reply.headers.get("Content-Range", ""))
+    match = re.fullmatch(
+        r"bytes ([0-9]{1,20})-([0-9]{1,20})/([0-9]{1,20}|\*)",
+        reply.headers.get("Content-Range", ""),
+    )
     if match is None or int(match[1]) != offset:
         raise StorageError(
             f"the server sent another range than asked for: "
@@ -250,6 +297,47 @@ def _check_range(reply: HttpReply, place: str, offset: int, stop: int) -> None:
         )
     if int(match[2]) + 1 < stop and match[3] == str(int(match[2]) + 1):
         raise truncated(place, int(match[3]), stop)
+
+
+def _make_adapter() -> Any:
+    """Return an adapter whose replies keep a least rate."""
+    from requests.adapters import HTTPAdapter
+    from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+
+    adapter = HTTPAdapter(pool_maxsize=_CONNECTIONS)
+    adapter.poolmanager.pool_classes_by_scheme = paced_pools(
+        HTTPConnectionPool, HTTPSConnectionPool
+    )
+    return adapter
+
+
+def _read_body(response: Any) -> bytes:
+    """Read the body of a reply: whole for a success, its first bytes for anything else."""
+    encoding = response.headers.get("Content-Encoding", "")
+    if response.status_code < 300:
+        return read_body(response.raw, encoding, MAX_BODY_BYTES)
+    try:
+        return read_body(response.raw, encoding, MAX_ERROR_BYTES)
+    except OversizeReplyError:
+        response.close()
+        return b""
+
+
+def _oversize(error: OversizeReplyError, place: str) -> StorageError:
+    return StorageError(
+        f"the server's reply is not read: {error}",
+        file=place,
+        hint="check the address: something else than a store of files may answer there",
+    )
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    return parts.scheme, parts.hostname or "", port
 
 
 def _to_reply(response: Any, body: bytes) -> HttpReply:
@@ -263,6 +351,8 @@ def _reason(error: BaseException) -> str:
     names: list[str] = []
     inner: BaseException | None = error
     while inner is not None and len(names) < 10:
+        if isinstance(inner, SlowReplyError):
+            return str(inner)
         if isinstance(inner, OSError) and inner.strerror:
             return inner.strerror
         names.append(type(inner).__name__)
@@ -275,6 +365,6 @@ def _reason(error: BaseException) -> str:
 
 def _pause(attempt: int, wish: str | None = None) -> None:
     seconds = random.uniform(0.5, 1.0) * min(20.0, 0.2 * 2**attempt)
-    if wish is not None and wish.isdigit():
-        seconds = max(seconds, min(60.0, float(wish)))
+    if wish is not None and wish.isascii() and wish.isdigit():
+        seconds = max(seconds, min(60.0, float(wish[:6])))
     time.sleep(seconds)

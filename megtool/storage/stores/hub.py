@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from megtool.storage.stores.protocol import (
     ObjectMissingError,
 )
 from megtool.storage.stores.read_only import ReadOnlyStore
+from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
 from megtool.storage.stores.schemes import missing_package
 
 T = TypeVar("T")
@@ -71,6 +73,8 @@ class HubStore(ReadOnlyStore):
             return call(*arguments, **named)
         except (x.HfHubHTTPError, x.OfflineModeIsEnabled, x.HFValidationError) as e:
             self._raise(e, key)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+            raise odd_reply(self._place(key), str(e)[:200] or type(e).__name__) from None
         except _network_errors() as e:
             raise StorageError(
                 f"the Hub cannot be reached ({type(e).__name__})",
@@ -138,12 +142,18 @@ class HubStore(ReadOnlyStore):
                 info = self._call(
                     "", self._api.repo_info, self._repository, revision=self._revision
                 )
+                if re.fullmatch(r"[0-9a-fA-F]{6,64}", str(info.sha)) is None:
+                    raise odd_reply(self.url, f"the commit is {str(info.sha)[:40]!r}")
                 self._commit = str(info.sha)
             return self._commit
 
     def _to_info(self, entry: Any) -> ObjectInfo:
         version = entry.lfs.sha256 if getattr(entry, "lfs", None) else entry.blob_id
-        info = ObjectInfo(key=entry.path, size=entry.size, version=f'"{version}"')
+        info = ObjectInfo(
+            key=to_text(entry.path, "path", self.url),
+            size=to_size(entry.size, self.url),
+            version=f'"{to_text(version, "digest", self.url, max_length=256)}"',
+        )
         self._infos[info.key] = info
         return info
 
@@ -164,11 +174,13 @@ class HubStore(ReadOnlyStore):
         """See `Store.list`."""
         objects: list[ObjectInfo] = []
         prefixes: list[str] = []
+        limit = ListingLimit(self._place(prefix))
 
         def collect() -> None:
             for entry in self._api.list_repo_tree(
                 self._repository, prefix or None, recursive=recursive, revision=self.commit
             ):
+                limit.add(1)
                 if hasattr(entry, "size"):
                     objects.append(self._to_info(entry))
                 elif not recursive:

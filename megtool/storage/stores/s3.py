@@ -7,7 +7,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from awscrt.checksums import crc32c
@@ -22,6 +22,7 @@ from megtool.storage.stores.protocol import (
     UploadedPart,
     truncated,
 )
+from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
 from megtool.storage.stores.s3_client import open_s3
 from megtool.storage.stores.s3_errors import (
     MISSING_CODES,
@@ -32,6 +33,7 @@ from megtool.storage.stores.s3_errors import (
     reply_in,
     reply_of,
 )
+from megtool.storage.stores.s3_range import BrokenReplyError, first_bytes, first_line, read_range
 
 T = TypeVar("T")
 
@@ -41,6 +43,9 @@ _DAMAGED = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
+
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What boto3 raises beside its own errors for replies whose fields are not those of S3."""
 
 _UPLOAD = "megtool-upload"
 _NAME_BYTES = 8
@@ -72,11 +77,25 @@ class S3Store:
         self._objects = clients.objects
         self._attempts = clients.attempts
         self._needs_checksum = clients.needs_checksum
+        self._has_exposed_token = clients.has_exposed_token
 
     # ---- errors
 
     def _place(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
+
+    @contextlib.contextmanager
+    def _client_errors(self, key: str) -> Iterator[None]:
+        """Raise what boto3 fails with as errors of megtool; the store's refusals pass."""
+        from botocore.exceptions import BotoCoreError
+        from botocore.parsers import ResponseParserError
+
+        try:
+            yield
+        except BotoCoreError as e:
+            raise client_error(e, self._place(key)) from e
+        except (ResponseParserError, *_UNREADABLE) as e:
+            raise odd_reply(self._place(key), first_line(str(e)) or type(e).__name__) from e
 
     def _call(
         self, key: str, call: Callable[..., Any], *, field: str = "", **arguments: Any
@@ -86,11 +105,12 @@ class S3Store:
         `field` is in every whole reply: boto3 takes a reply that broke off before its first byte
         for one without content.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import ClientError
 
         for attempt in range(self._attempts):
             try:
-                reply = call(Bucket=self._bucket, **arguments)
+                with self._client_errors(key):
+                    reply = call(Bucket=self._bucket, **arguments)
                 if not field or reply.get(field) not in (None, {}):
                     return reply
             except ClientError as e:
@@ -98,8 +118,6 @@ class S3Store:
                 # What was sent changed on the way.
                 if reply.code not in _DAMAGED or attempt == self._attempts - 1:
                     self._raise(reply, key, e)
-            except BotoCoreError as e:
-                raise client_error(e, self._place(key)) from e
             _pause(attempt)
         raise StorageError(
             f"the store sent {self._attempts} replies without content", file=self._place(key)
@@ -107,18 +125,17 @@ class S3Store:
 
     def _call_once(self, key: str, call: Callable[..., T], **arguments: Any) -> T:
         """Call what may not be carried out twice: only a refusal for load is tried again."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import ClientError
 
         for attempt in range(self._attempts):
             try:
-                return call(Bucket=self._bucket, **arguments)
+                with self._client_errors(key):
+                    return call(Bucket=self._bucket, **arguments)
             except ClientError as e:
                 reply = reply_of(e)
                 is_busy = reply.is_throttle or reply.code == "ConditionalRequestConflict"
                 if not is_busy or attempt == self._attempts - 1:
                     self._raise(reply, key, e)
-            except BotoCoreError as e:
-                raise client_error(e, self._place(key)) from e
             _pause(attempt)
         raise AssertionError("unreachable")
 
@@ -140,19 +157,29 @@ class S3Store:
 
     def head(self, key: str) -> ObjectInfo | None:
         """See `Store.head`."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import ClientError
 
         try:
-            reply = self._client.head_object(Bucket=self._bucket, Key=key)
+            with self._client_errors(key):
+                reply = self._client.head_object(Bucket=self._bucket, Key=key)
         except ClientError as e:
             answer = reply_of(e)
             if answer.code in MISSING_CODES:
                 return None
             self._explain(key)
             self._raise(answer, key, e)
-        except BotoCoreError as e:
-            raise client_error(e, self._place(key)) from e
-        return _info(key, reply["ContentLength"], reply["ETag"], reply.get("LastModified"))
+        return self._listed(
+            {**reply, "Key": key, "Size": reply.get("ContentLength")}, self._place(key)
+        )
+
+    def _listed(self, item: Mapping[str, Any], place: str) -> ObjectInfo:
+        """Return an object as a reply lists it, each field checked."""
+        return ObjectInfo(
+            key=to_text(item.get("Key"), "key", place),
+            size=to_size(item.get("Size"), place),
+            version=to_text(item.get("ETag"), "ETag", place, max_length=1024),
+            modified_ns=_to_ns(item.get("LastModified")),
+        )
 
     def _explain(self, key: str) -> None:
         """Raise what the store says of an object: a reply to HEAD has no body that says why."""
@@ -167,6 +194,8 @@ class S3Store:
             arguments["Delimiter"] = "/"
         objects: list[ObjectInfo] = []
         prefixes: list[str] = []
+        place = self._place(prefix)
+        limit = ListingLimit(place)
         while True:
             left = _PAGE if most is None else most - len(objects) - len(prefixes)
             if left <= 0:
@@ -176,14 +205,18 @@ class S3Store:
                 prefix, self._client.list_objects_v2, field="IsTruncated", **arguments
             )
             for item in page.get("Contents", ()):
-                if not item["Key"].endswith("/"):  # the marker of a folder, made by some tools
-                    objects.append(
-                        _info(item["Key"], item["Size"], item["ETag"], item["LastModified"])
-                    )
-            prefixes += [item["Prefix"].rstrip("/") for item in page.get("CommonPrefixes", ())]
+                info = self._listed(item, place)
+                if not info.key.startswith(start):
+                    raise odd_reply(place, f"it lists the key {info.key[:40]!r}")
+                if not info.key.endswith("/"):  # the marker of a folder, made by some tools
+                    objects.append(info)
+            for item in page.get("CommonPrefixes", ()):
+                prefixes.append(to_text(item.get("Prefix"), "prefix", place).rstrip("/"))
             if not page.get("IsTruncated"):
                 break
-            arguments["ContinuationToken"] = page["NextContinuationToken"]
+            token = to_text(page.get("NextContinuationToken"), "token of the next page", place)
+            limit.add(len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ())), token)
+            arguments["ContinuationToken"] = token
         return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
@@ -195,8 +228,10 @@ class S3Store:
             options["if_match"] = version
         for attempt in range(self._attempts):
             try:
+                if self._has_exposed_token:
+                    return self._read_by_client(key, offset, num_bytes, version)
                 return self._read_once(key, options, offset, num_bytes)
-            except _BrokenReplyError as e:
+            except BrokenReplyError as e:
                 if attempt == self._attempts - 1:
                     raise StorageError(
                         f"the store broke off {self._attempts} times: {e}",
@@ -215,7 +250,13 @@ class S3Store:
         try:
             result = self._objects.get(key, options=options)
             size = result.meta["size"]
-            data = memoryview(result.bytes())
+            tag = result.meta.get("e_tag")
+            if "if_match" in options and tag is not None and tag != options["if_match"]:
+                raise ConditionError("the object has another version", file=self._place(key))
+            if tuple(result.range) == (offset, stop):
+                data = first_bytes(result, num_bytes)
+            else:
+                data = memoryview(b"")
         except (x.PreconditionError, x.NotModifiedError) as e:
             raise ConditionError("the object has another version", file=self._place(key)) from e
         except (x.NotFoundError, FileNotFoundError) as e:
@@ -229,9 +270,9 @@ class S3Store:
         if stop > size:
             raise truncated(self._place(key), size, stop)
         if tuple(result.range) != (offset, stop):
-            raise _BrokenReplyError(f"asked for bytes {offset:,} to {stop:,}, got {result.range}")
+            raise BrokenReplyError(f"asked for bytes {offset:,} to {stop:,}, got {result.range}")
         if len(data) != num_bytes:
-            raise _BrokenReplyError(f"{len(data):,} of {num_bytes:,} bytes came")
+            raise BrokenReplyError(f"{len(data):,} of {num_bytes:,} bytes came")
         return data
 
     def _read_whole(self, key: str, options: dict[str, Any], size: int) -> memoryview | None:
@@ -244,9 +285,28 @@ class S3Store:
         others = {name: value for name, value in options.items() if name != "range"}
         try:
             result = self._objects.get(key, options=others)
-            return memoryview(result.bytes()) if result.meta["size"] == size else None
+            return first_bytes(result, size) if result.meta["size"] == size else None
         except (x.BaseError, OSError, TimeoutError) as e:
-            raise _BrokenReplyError(_first_line(str(e))) from e
+            raise BrokenReplyError(first_line(str(e))) from e
+
+    def _read_by_client(self, key: str, offset: int, num_bytes: int, version: str) -> memoryview:
+        """Read a range by boto3, which follows no redirect to another host."""
+        from botocore.exceptions import ClientError
+
+        place, stop = self._place(key), offset + num_bytes
+        try:
+            with self._client_errors(key):
+                return read_range(
+                    self._single, self._bucket, key, place, offset, num_bytes, version
+                )
+        except ClientError as e:
+            answer = reply_of(e)
+            if answer.status == 416 or answer.code == "InvalidRange":
+                info = self.head(key)
+                raise truncated(place, info.size if info else 0, stop) from e
+            if answer.status >= 500 and not answer.is_throttle:
+                raise BrokenReplyError(f"{answer.code} (HTTP {answer.status})") from e
+            self._raise(answer, key, e)
 
     def _raise_read(self, error: Exception, key: str, stop: int) -> NoReturn:
         text = str(error)
@@ -262,12 +322,12 @@ class S3Store:
             self._explain(key)
             reply = S3Reply(code="PermanentRedirect", status=301)
         if reply is None:
-            raise _BrokenReplyError(_first_line(text)) from error
+            raise BrokenReplyError(first_line(text)) from error
         if reply.status == 416 or reply.code == "InvalidRange":
             info = self.head(key)
             raise truncated(self._place(key), info.size if info else 0, stop) from error
         if reply.status >= 500 and not reply.is_throttle:
-            raise _BrokenReplyError(f"{reply.code} (HTTP {reply.status})") from error
+            raise BrokenReplyError(f"{reply.code} (HTTP {reply.status})") from error
         self._raise(reply, key, error)
 
     # ---- whole objects
@@ -400,11 +460,15 @@ class S3Store:
         """See `Store.list_parts`."""
         arguments: dict[str, Any] = {"Key": key, "UploadId": _id_of(upload_id)}
         newest: dict[int, tuple[Any, UploadedPart | None]] = {}
+        place = self._place(key)
+        limit = ListingLimit(place)
         while True:
             page = self._call(key, self._client.list_parts, field="IsTruncated", **arguments)
             for item in page.get("Parts", ()):
-                number, time_ = item["PartNumber"], item["LastModified"]
-                part = UploadedPart(number=number, size=item["Size"], tag=_tag(item["ETag"]))
+                number = to_size(item.get("PartNumber"), place)
+                time_ = _to_ns(item.get("LastModified"))
+                tag = _tag(to_text(item.get("ETag"), "ETag", place, max_length=1024))
+                part = UploadedPart(number=number, size=to_size(item.get("Size"), place), tag=tag)
                 before, other = newest.get(number, (None, None))
                 # SeaweedFS lists a replaced part beside the one that replaced it. Of two of one
                 # second, none is listed: then it is uploaded again.
@@ -414,24 +478,34 @@ class S3Store:
                     newest[number] = time_, None
             if not page.get("IsTruncated"):
                 return [part for _, (_, part) in sorted(newest.items()) if part is not None]
-            arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
+            arguments["PartNumberMarker"] = to_size(page.get("NextPartNumberMarker"), place)
+            limit.add(len(page.get("Parts", ())), arguments["PartNumberMarker"])
 
     def list_uploads(self, prefix: str) -> Sequence[Upload]:
         """See `Store.list_uploads`."""
         arguments: dict[str, Any] = {"Prefix": f"{prefix}/" if prefix else ""}
         uploads: list[Upload] = []
+        place = self._place(prefix)
+        limit = ListingLimit(place)
         while True:
             page = self._call(
                 prefix, self._client.list_multipart_uploads, field="IsTruncated", **arguments
             )
             uploads += [
-                Upload(key=u["Key"], upload_id=u["UploadId"], started_ns=_to_ns(u.get("Initiated")))
+                Upload(
+                    key=to_text(u.get("Key"), "key", place),
+                    upload_id=to_text(u.get("UploadId"), "upload id", place),
+                    started_ns=_to_ns(u.get("Initiated")),
+                )
                 for u in page.get("Uploads", ())
             ]
             if not page.get("IsTruncated"):
                 return uploads
-            arguments["KeyMarker"] = page["NextKeyMarker"]
-            arguments["UploadIdMarker"] = page["NextUploadIdMarker"]
+            arguments["KeyMarker"] = page.get("NextKeyMarker") or ""
+            arguments["UploadIdMarker"] = page.get("NextUploadIdMarker") or ""
+            limit.add(
+                len(page.get("Uploads", ())), (arguments["KeyMarker"], arguments["UploadIdMarker"])
+            )
 
     def complete_upload(
         self, key: str, upload_id: str, parts: Sequence[UploadedPart], *, create: bool = False
@@ -458,20 +532,19 @@ class S3Store:
 
     def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
         """See `Store.is_made_of`: the object has the name of the upload."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import ClientError
 
         try:
-            reply = self._client.head_object(
-                Bucket=self._bucket, Key=info.key, IfMatch=info.version
-            )
+            with self._client_errors(info.key):
+                reply = self._client.head_object(
+                    Bucket=self._bucket, Key=info.key, IfMatch=info.version
+                )
         except ClientError as e:
             answer = reply_of(e)
             if answer.code in MISSING_CODES or answer.status == 412:
                 return False
             self._explain(info.key)
             self._raise(answer, info.key, e)
-        except BotoCoreError as e:
-            raise client_error(e, self._place(info.key)) from e
         name, separator, _ = upload_id.partition(_SEPARATOR)
         return bool(separator and reply.get("Metadata", {}).get(_UPLOAD) == name)
 
@@ -481,10 +554,6 @@ class S3Store:
             self._call(
                 key, self._client.abort_multipart_upload, Key=key, UploadId=_id_of(upload_id)
             )
-
-
-class _BrokenReplyError(Exception):
-    """A reply to a read that another attempt may cure."""
 
 
 def _info(key: str, size: int, version: str, modified: Any) -> ObjectInfo:
@@ -513,16 +582,15 @@ def _tag(text: str) -> str:
 
 
 def _to_ns(time_: Any) -> int:
-    return 0 if time_ is None else round(time_.timestamp() * 10**9)
+    try:
+        return 0 if time_ is None else round(time_.timestamp() * 10**9)
+    except (OverflowError, ValueError, OSError):
+        return 0
 
 
 def _is_not_partial(error: Exception) -> bool:
     """Whether a range was asked for, and the whole object came."""
     return any(word in str(error) for word in ("non-partial", "Non-partial", "NotPartial"))
-
-
-def _first_line(text: str) -> str:
-    return " ".join(text.partition("\n\nDebug source")[0].split())[:200]
 
 
 def _pause(attempt: int) -> None:

@@ -14,6 +14,13 @@ from urllib.parse import urlsplit
 
 from megtool.errors import StorageError
 from megtool.storage.stores.protocol import SEND_TIMEOUT
+from megtool.storage.stores.reply_limits import (
+    MAX_BODY_BYTES,
+    MAX_ERROR_BYTES,
+    OversizeReplyError,
+    paced_pools,
+    read_body,
+)
 from megtool.storage.stores.s3_errors import client_error, no_credentials
 from megtool.storage.stores.schemes import missing_package
 
@@ -29,7 +36,8 @@ _CREDENTIALS_TTL = timedelta(minutes=5)
 class S3Clients:
     """boto3's clients with and without retries, and obstore's store, of one bucket.
 
-    Without `needs_checksum`, TLS covers what is sent.
+    Without `needs_checksum`, TLS covers what is sent. With `has_exposed_token`, obstore must not
+    read: it follows redirects to other hosts, with the token of the session in a header.
     """
 
     retrying: Any
@@ -37,6 +45,7 @@ class S3Clients:
     objects: Any
     attempts: int
     needs_checksum: bool
+    has_exposed_token: bool
 
 
 def open_s3(bucket: str, url: str) -> S3Clients:
@@ -92,13 +101,61 @@ def open_s3(bucket: str, url: str) -> S3Clients:
     else:
         options["credential_provider"] = _provider(credentials)
     endpoint = clients[0].meta.endpoint_url
+    for client in clients:
+        _limit_replies(client)
     return S3Clients(
         retrying=clients[0],
         single=clients[1],
         objects=S3Store(**options),
         attempts=attempts,
         needs_checksum=not endpoint.startswith("https://") and not _is_amazon(endpoint),
+        has_exposed_token=credentials is not None
+        and bool(credentials.get_frozen_credentials().token)
+        and not _is_amazon(endpoint),
     )
+
+
+@cache
+def _make_oversize_error() -> Any:
+    """Return the class of an error of botocore that its retries do not take for a lost reply."""
+    from botocore.exceptions import BotoCoreError
+
+    return type("OversizeReply", (BotoCoreError,), {"fmt": "its reply is not read: {reason}"})
+
+
+def _limit_replies(client: Any) -> None:
+    """Bound what a client of boto3 reads of a reply, which it does before it looks at it."""
+    from botocore.exceptions import HTTPClientError
+    from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+    from urllib3.exceptions import HTTPError
+
+    session = client._endpoint.http_session
+    manager = getattr(session, "_manager", None)
+    if manager is not None:
+        known = getattr(manager, "pool_classes_by_scheme", {})
+        manager.pool_classes_by_scheme = paced_pools(
+            known.get("http", HTTPConnectionPool), known.get("https", HTTPSConnectionPool)
+        )
+    send = session.send
+
+    def send_limited(request: Any) -> Any:
+        is_stream = request.stream_output
+        request.stream_output = True
+        reply = send(request)
+        if not is_stream or reply.status_code >= 300:
+            limit = MAX_BODY_BYTES if reply.status_code < 300 else MAX_ERROR_BYTES
+            try:
+                reply._content = read_body(
+                    reply.raw, reply.headers.get("Content-Encoding", ""), limit
+                )
+            except OversizeReplyError as e:
+                reply.raw.close()
+                raise _make_oversize_error()(reason=str(e)) from e
+            except (HTTPError, OSError) as e:
+                raise HTTPClientError(error=e) from e
+        return reply
+
+    session.send = send_limited
 
 
 def _make_session() -> Any:
