@@ -13,6 +13,7 @@ from megtool.adapters.settings import read_count, read_factor
 from megtool.errors import FormatError, MappingError
 from megtool.formats.auxiliary_files import check_json_size
 from megtool.formats.header_reader import parse_json, short_repr
+from megtool.process.patterns import compile_pattern
 from megtool.storage.files import read_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -142,7 +143,7 @@ class PeftConfig:
             return True
         patterns = self.content.get("layers_pattern") or [r"[^.]*"]
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+            if match := compile_pattern(rf"(?:^|.*?\.){pattern}\.(\d+)\.").match(module):
                 return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
@@ -150,14 +151,14 @@ class PeftConfig:
 def _names(targets: Any, module: str) -> bool:
     """Whether a pattern, or a list of names or ends of names, is for a module."""
     if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
+        return compile_pattern(targets).fullmatch(module) is not None
     return any(module == name or module.endswith(f".{name}") for name in targets)
 
 
 def _match(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that matches the end of a name, as PEFT finds it."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if compile_pattern(rf"(.*\.)?({pattern})$").match(module):
             return value
     return default
 
@@ -201,7 +202,7 @@ def _check_names(value: Any, key: str, path: Path) -> None:
 
 def _check_regex(pattern: str, key: str, path: Path) -> None:
     try:
-        re.compile(pattern)
+        compile_pattern(pattern)
     except re.error as e:
         raise FormatError(f"the pattern {pattern!r} in {key!r} is invalid: {e}", file=path) from e
 

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from megtool.lint.context import parts_of
+from megtool.process.patterns import compile_pattern
 from megtool.quant.recipes.compressed_arguments import EXPRESSION, means
 
 Patterns = Sequence[str]
@@ -57,7 +58,7 @@ def _glob_to_regex(pattern: str) -> str:
 
 def _full_match(expression: str, name: str) -> bool:
     try:
-        return re.fullmatch(expression, name) is not None
+        return compile_pattern(expression).fullmatch(name) is not None
     except re.error:
         return False
 

@@ -180,7 +180,7 @@ class FolderView:
         except KeyError:
             self.problems.append((name, "is missing"))
             return None
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             self.problems.append((name, f"is not valid JSON: {e}"))
             return None
         if not isinstance(value, dict):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megtool.process.patterns import compile_pattern
 from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.recipe import check_keys
 from megtool.quant.recipes.rules import RecipeProblems
@@ -191,6 +192,6 @@ def means(entry: str, module: str) -> bool:
     if not entry.startswith(EXPRESSION):
         return entry == module
     try:
-        return re.match(entry.removeprefix(EXPRESSION), module) is not None
+        return compile_pattern(entry.removeprefix(EXPRESSION)).match(module) is not None
     except re.error:
         return False

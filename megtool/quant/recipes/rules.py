@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from megtool.errors import RecipeError
+from megtool.process.patterns import Pattern, compile_pattern
 from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import KINDS, ROLES, SCHEMES, ModuleInfo, suggest
 
@@ -51,7 +52,7 @@ class Glob:
 class Regex:
     """Regular expressions against a whole name, or its beginning with `prefix`."""
 
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[Pattern, ...]
     scheme: str = "canonical"
     prefix: bool = False
 
@@ -64,7 +65,7 @@ class Regex:
 
     def describe(self) -> str:
         """The condition in words."""
-        return "name matches " + " or ".join(p.pattern for p in self.patterns)
+        return "name matches " + " or ".join(p.text for p in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,13 +359,13 @@ def _read_leaf(key: str, node: Node, scheme: str, problems: RecipeProblems) -> C
 
 def compile_patterns(
     patterns: Sequence[str], line: int, problems: RecipeProblems
-) -> tuple[re.Pattern[str], ...]:
+) -> tuple[Pattern, ...]:
     """Compile regular expressions."""
     out = []
     for text in patterns:
         try:
-            out.append(re.compile(text))
-        except (re.error, RecursionError, OverflowError) as e:
+            out.append(compile_pattern(text))
+        except re.error as e:
             problems.add(line, f"invalid regex {text!r}: {e}")
     return tuple(out)
 
