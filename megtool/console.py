@@ -197,8 +197,16 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def single_line(text: str) -> str:
+    """`printable(text)` in which newlines are escaped, too: it makes no line of its own.
+
+    For what a report lays out: a cell, a row or a line of text may hold a name out of a file.
+    """
+    return printable(text).replace("\n", r"\n")
+
+
 _CONTROL = re.compile(
-    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
 )
 
 
@@ -221,8 +229,10 @@ def log_line(kind: str, text: str) -> None:
     color = _COLOURS.get(kind, "") if colored(sys.stderr) else ""
     prefix = f"{color}{kind}:{_PLAIN if color else ''} " if kind else ""
     prefix = f"  {prefix}" if kind == "hint" else prefix
+    # What follows a line break, which may come out of a file, never looks like a line of megtool's.
+    text = re.sub(r"\n(?! )", "\n  ", printable(text))
     try:
-        print(prefix + printable(text), file=sys.stderr, flush=True)
+        print(prefix + text, file=sys.stderr, flush=True)
     except OSError:  # nobody reads, or the disk is full; the work goes on
         _discard(2)
 

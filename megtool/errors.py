@@ -57,10 +57,18 @@ class MegtoolError(Exception):
         }
 
     def __str__(self) -> str:
-        where = [f"file {self.file}"] if self.file else []
-        where += [f"tensor {self.tensor}"] if self.tensor else []
+        where = [f"file {_in_one_line(self.file)}"] if self.file else []
+        where += [f"tensor {_in_one_line(self.tensor)}"] if self.tensor else []
         text = self.message + (f" [{', '.join(where)}]" if where else "")
         return f"{text}\n  hint: {self.hint}" if self.hint else text
+
+
+def _in_one_line(name: str) -> str:
+    """Escape line breaks of a name, which would make lines of a message."""
+    return "".join(repr(c)[1:-1] if c in _LINE_BREAKS else c for c in name)
+
+
+_LINE_BREAKS = frozenset("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")
 
 
 class UsageError(MegtoolError):
@@ -220,7 +228,8 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "truncated-file": "a file is shorter than it should be",
         "mixed-iterations": "files of ranks are of several iterations",
         "missing-shard": "a file or a rank of the checkpoint is missing",
-        "hostile-pickle": "a pickle would run code",
+        "hostile-pickle": "a pickle would run code, or is made to take all time or memory",
+        "slow-pattern": "a regular expression takes too long to match",
         "unsafe-path": "a name in a checkpoint leads out of its folder",
         "damaged-digests": "the stored digests cannot be read",
         "unsupported-quantization": "the codes of the weights are not decoded",

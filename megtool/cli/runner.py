@@ -23,7 +23,7 @@ from megtool.console import (
     printing,
     set_up,
 )
-from megtool.errors import MegtoolError, OutOfMemoryError, StorageError, UsageError
+from megtool.errors import FormatError, MegtoolError, OutOfMemoryError, StorageError, UsageError
 from megtool.options.config_file import build_options
 from megtool.options.field import find_option, option_fields, replace_options
 from megtool.options.groups import ReportOutput
@@ -168,8 +168,16 @@ _NO_MAPPING = ("failed to map segment", "cannot allocate memory in static TLS")
 
 
 def explain_shortage(error: BaseException) -> MegtoolError | None:
-    """What memory or threads that the system refuses means to the user; None for other errors."""
+    """What memory or threads that the system refuses means to the user; None for other errors.
+
+    So does a value of a file that is nested deeper than Python's own functions follow it.
+    """
     text = str(error)
+    if isinstance(error, RecursionError):
+        return FormatError(
+            "a value in one of the files is nested too deeply",
+            hint="-v shows where it was read; no program writes such files",
+        )
     is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if is_memory or any(t in text for t in (*_NO_MEMORY, *_NO_MAPPING)):
         return OutOfMemoryError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from megtool.console import printable
+from megtool.console import single_line
 
 _MAX_RANGES = 6
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]{1,9}(?![0-9A-Za-z])")
@@ -42,7 +42,7 @@ class Table:
         it, no line is. No line is shortened. With `color`, the header is bold.
         """
         everything = [self.header, *self.rows] if self.header else self.rows
-        cells = [[printable(cell) for cell in row] for row in everything]
+        cells = [[single_line(cell).replace("\t", r"\t") for cell in row] for row in everything]
         if len(cells) > self.MAX_ALIGNED:
             yield from ("\t".join(row) for row in cells)
         elif cells:
@@ -94,13 +94,13 @@ class Section:
     def lines(self, width: int | None = None, *, color: bool = False) -> Iterator[str]:
         """The section as text; see `Table.lines`."""
         if self.title:
-            yield printable(self.title)
+            yield single_line(self.title)
         label_width = max([_LABEL_WIDTH, *(len(label) for label, _ in self.rows)])
         for label, text in self.rows:
-            yield printable(f"  {label:<{label_width}}  {text}")
+            yield single_line(f"  {label:<{label_width}}  {text}")
         if self.table is not None:
             yield from self.table.lines(width, color=color)
-        yield from map(printable, self.texts)
+        yield from map(single_line, self.texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,3 +208,15 @@ def subclasses(kind: type) -> Iterator[type]:
 def test_numbers_that_json_lacks_become_texts() -> None:
     values = {"a": float("nan"), "b": [float("inf")], 3: 1.0}
     assert finite_json(values) == {"a": "nan", "b": ["inf"], "3": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nFORGED", "a\rFORGED", "a\u2028FORGED", "a\x85FORGED", "\x1b[2J"]
+)
+def test_a_name_out_of_a_file_makes_no_line(name: str) -> None:
+    section = Section(
+        title=name, rows=[(name, name)], table=Table(rows=[(name, name)]), texts=[name]
+    )
+    lines = [*section.lines()]
+    assert len(lines) == 4
+    assert all(line.splitlines() == [line] and "\x1b" not in line for line in lines)

@@ -128,9 +128,10 @@ class GenerateReport(Report):
         if self.is_list:
             yield Section(texts=[a.line() for a in self.answers])
         elif len(self.answers) == 1:
-            yield Section(texts=[self.answers[0].text])
+            yield Section(texts=self.answers[0].text.split("\n"))
         else:
-            yield from (Section(texts=[f"> {a.prompt}", a.text]) for a in self.answers)
+            for answer in self.answers:
+                yield Section(texts=[*f"> {answer.prompt}".split("\n"), *answer.text.split("\n")])
 
     def summary(self) -> str:
         """What it took, in one line."""
