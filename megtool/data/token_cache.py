@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -32,7 +33,8 @@ from megtool.errors import FormatError, StorageError
 from megtool.storage.files import Files
 from megtool.storage.location.path import is_remote, location, require_local
 
-_VERSION = 1
+_LOG = logging.getLogger(__name__)
+_VERSION = 2
 _TOKENS, _LENGTHS, _LEARNED, _FACTS = "tokens.bin", "lengths.npy", "learned.bin", "facts.json"
 
 Int = NDArray[np.int64]
@@ -74,6 +76,8 @@ class TokenCache:
         try:
             facts = json.loads(_read(folder / _FACTS))
             self.lengths: Int = np.load(io.BytesIO(_read(folder / _LENGTHS))).astype(np.int64)
+            if self.lengths.ndim != 1 or (self.lengths < 0).any():
+                raise ValueError(f"{_LENGTHS} holds no lengths")
             count = int(self.lengths.sum())
             self._tokens = _mapped(folder / _TOKENS, np.dtype("<i4"), count)
             self.is_partly_learned = bool(facts["partly"])
@@ -83,11 +87,31 @@ class TokenCache:
                 else None
             )
             self.fingerprint = str(facts["digest"])
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise FormatError(
                 f"the token cache is incomplete: {e}", file=folder, hint="delete it: it is rebuilt"
             ) from e
         self._first = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def check(self) -> None:
+        """Compare the digest of the tokens and of the training mask with the stored one.
+
+        Raises:
+            FormatError: the cache is damaged, as by a power failure before it was on the disk.
+        """
+        digest = hashlib.sha256()
+        for document, length in enumerate(self.lengths.tolist()):
+            digest.update(length.to_bytes(8, "little"))
+            digest.update(self.tokens(document, 0, length))
+            mask = self.learned(document, 0, length)
+            if mask is not None and not mask.all():
+                digest.update(np.packbits(mask).tobytes())
+        if digest.hexdigest() != self.fingerprint:
+            raise FormatError(
+                "the token cache is damaged: its digest is another",
+                file=self.folder,
+                hint="delete it: it is rebuilt",
+            )
 
     def tokens(self, document: int, begin: int, end: int) -> NDArray[Any]:
         """Tokens `begin` to `end` of a document."""
@@ -160,7 +184,8 @@ def store_tokens(
     """Tokenize the documents of `source` into `cache`, unless they are there.
 
     A cache is used again while path, size and time of the source's files, the tokenizer and the
-    encoding are the same; for a data set of the hub, while its name is. Without `cache` the tokens
+    encoding are the same; for a data set of the hub, while its name is. Its digest is compared
+    first: a damaged one is rebuilt. Without `cache` the tokens
     exist as long as the object.
 
     Raises:
@@ -173,7 +198,13 @@ def store_tokens(
     require_local(cache, "--data-cache-path")
     place = cache / f"tokens-{_key(source, tokenizer, encoding)[:24]}"
     if (place / _FACTS).is_file():
-        return TokenCache(place)
+        try:
+            existing = TokenCache(place)
+            existing.check()
+            return existing
+        except FormatError as e:
+            _LOG.warning("%s [file %s]: the text is tokenized again", e.message, place)
+            _set_aside(place)
     building = cache / f"{place.name}.{os.getpid()}.partial"
     try:
         shutil.rmtree(building, ignore_errors=True)  # of a process that had this number before
@@ -185,8 +216,13 @@ def store_tokens(
             tokenizer,
             encoding,
         )
+        files = Files()
+        for path in building.iterdir():
+            files.fsync(path)
+        files.fsync_dir(building)
         try:
             building.rename(place)
+            files.fsync_dir(cache)
         except OSError:
             if not (place / _FACTS).is_file():
                 raise
@@ -206,6 +242,21 @@ def store_tokens(
     return TokenCache(place)
 
 
+def _set_aside(place: Path) -> None:
+    """Remove a damaged cache; a process that has it mapped keeps what it has."""
+    damaged = place.with_name(f"{place.name}.{os.getpid()}.partial")
+    shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        place.rename(damaged)
+    except OSError as e:
+        raise StorageError(
+            f"the damaged token cache cannot be removed: {e.strerror or e}",
+            file=place,
+            hint="delete it, or choose another folder by --data-cache-path",
+        ) from e
+    shutil.rmtree(damaged, ignore_errors=True)
+
+
 def _build(
     folder: Path, source_documents: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
 ) -> None:
@@ -221,7 +272,7 @@ def _build(
             tokens.write(ids)
             learned.write(mask.tobytes())
             digest.update(len(encoded.ids).to_bytes(8, "little") + ids)
-            if encoded.learned is not None:
+            if not mask.all():
                 digest.update(np.packbits(mask).tobytes())
             lengths.append(len(encoded.ids))
     if not partly:

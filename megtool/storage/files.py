@@ -221,8 +221,10 @@ class Files(FileTransfer):
                 raise to_storage_error(e, fd, "lock") from e
             return True
 
-    def replace_file(self, path: Path, data: bytes, temporary: str, *, fsync: bool = False) -> None:
+    def replace_file(self, path: Path, data: bytes, temporary: str, *, fsync: bool = True) -> None:
         """Replace a small file: write `temporary` in its folder, and rename that, or put an object.
+
+        With `fsync`, a power loss leaves the old file or the new one, and never an empty one.
 
         Raises:
             DestinationError: a run of this user cannot have made what has that name.
@@ -245,6 +247,8 @@ class Files(FileTransfer):
             raise
         self.close(fd)
         self.rename(new, path)
+        if fsync:
+            self.fsync_dir(path.parent)
 
     def create_file(self, path: Path, data: bytes, temporary: str) -> bool:
         """Create a small file with all of its contents at once; False if it exists already.

@@ -161,15 +161,14 @@ class RunIdentity:
         if data is None:
             return None
         try:
-            content = json.loads(data)
-            exported = content.get("exported_iteration")
-            return cls(
-                **content
-                | {"names": tuple(content.get("names", ()))}
-                | {"exported_iteration": exported if isinstance(exported, int) else None}
-            )
-        except (ValueError, TypeError) as e:
-            raise FormatError("the file does not hold the identity of a run", file=path) from e
+            return cls(**_check_fields(json.loads(data)))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise FormatError(
+                f"the file does not hold the identity of a run: {str(e)[:120]}",
+                file=path,
+                hint="delete it: the run resumes from its newest iteration, without a comparison "
+                "with what it was started with; or choose another DST",
+            ) from e
 
     def continued(self, previous: RunIdentity | None, iteration: int) -> RunIdentity:
         """This one with what stays known of the run in the folder, which goes on at `iteration`."""
@@ -223,6 +222,30 @@ class RunIdentity:
                 )
             changed.append("the weights of SRC differ from those it started with")
         return changed
+
+
+def _check_fields(content: Any) -> dict[str, Any]:
+    """Return the fields of an identity as stored, each of its type.
+
+    Raises:
+        ValueError: a field has another type, or the content is no object.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    for name in ("model", "data", "training", "curve"):
+        if not isinstance(content.get(name, {}), dict):
+            raise ValueError(f"{name!r} is no object")
+    if not isinstance(content.get("source", ""), str):
+        raise ValueError("'source' is no text")
+    names = content.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("'names' is no list of texts")
+    exported = content.get("exported_iteration")
+    return content | {
+        "names": tuple(names),
+        "is_model_frozen": content.get("is_model_frozen") is True,
+        "exported_iteration": exported if isinstance(exported, int) else None,
+    }
 
 
 def _short(value: Any) -> str:
