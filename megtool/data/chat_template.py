@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 LIMITS = ChildLimits(memory_bytes=512 << 20, cpu_seconds=10, wall_seconds=120, reply_bytes=64 << 20)
 Message = Mapping[str, Any]
+GENERATION_MARKS = "generation_marks"
+"""The variable with two texts to put around `{% generation %}` blocks; templates do not see it."""
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -117,7 +120,10 @@ def serve_requests() -> None:
         source, messages, prefixes = request
         try:
             template = compile_template(source)
-            texts = [template.render(v | {"messages": messages[:n]}) for n, v in prefixes]
+            texts = []
+            for number, variables in prefixes:
+                _MARKS[:] = variables.pop(GENERATION_MARKS, None) or ["", ""]
+                texts.append(template.render(variables | {"messages": messages[:number]}))
             "".join(texts).encode()
             return "text", texts
         except (SecurityError, TemplateSyntaxError, *_BROKEN) as e:
@@ -127,6 +133,9 @@ def serve_requests() -> None:
 
     serve(answer)
 
+
+_MARKS = ["", ""]
+"""What stands around `{% generation %}` blocks in the text that is rendered now."""
 
 _BROKEN = (OverflowError, SyntaxError, RecursionError, ZeroDivisionError)
 """What a template runs into that asks for more than the sandbox gives."""
@@ -156,7 +165,8 @@ def compile_template(source: str) -> Template:
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def _block(self, caller: Any) -> Any:
-            return caller()
+            begin, end = _MARKS
+            return f"{begin}{caller()}{end}"
 
     class Namespace(jinja2.utils.Namespace):
         """A namespace without private attributes."""

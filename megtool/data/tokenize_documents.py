@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.data.answer_spans import answer_spans
 from megtool.data.documents import Document
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MappingError
@@ -44,7 +44,7 @@ def encode(
     """
     for document in documents:
         if document.messages:
-            conversation = _conversation(document, tokenizer)
+            conversation = _conversation(document, tokenizer, answers_only)
         elif document.completion is not None:
             conversation = _completion(document, tokenizer, append_eos)
         else:
@@ -86,7 +86,10 @@ def _completion(document: Document, tokenizer: Tokenizer, append_eos: bool) -> E
     return EncodedDocument(ids=np.asarray(ids, np.int32), learned=learned)
 
 
-def _conversation(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
+def _conversation(document: Document, tokenizer: Tokenizer, answers_only: bool) -> EncodedDocument:
+    if not answers_only:
+        ids = tokenizer.chat(document.messages, add_generation_prompt=False)
+        return EncodedDocument(ids=np.asarray(ids, np.int32))
     place = f"{document.file}:{document.number}"
     token_ids, spans = answer_spans(document.messages, tokenizer, place, first=document.num_given)
     ids, characters = tokenizer.encode_spans(token_ids)
@@ -95,32 +98,3 @@ def _conversation(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
     for begin, end in spans:
         learned |= (begins >= begin) & (begins < end)
     return EncodedDocument(ids=np.asarray(ids, np.int32), learned=learned)
-
-
-def answer_spans(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, place: str, *, first: int = 0
-) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation's text, and the characters (begin, end) of the assistant's turns in it.
-
-    Turns before number `first` are left out.
-
-    A turn is what the template adds for it after the words that open a turn to generate.
-
-    Raises:
-        MappingError: the template writes earlier turns differently once later ones follow.
-    """
-    turns = [n for n, m in enumerate(messages) if m["role"] == "assistant" and n >= first]
-    prefixes = [(len(messages), False)]
-    for number in turns:
-        prefixes += [(number, True), (number + 1, False)]
-    text, *parts = tokenizer.chat_prefixes(messages, prefixes)
-    spans: list[tuple[int, int]] = []
-    for number, before, after in zip(turns, parts[::2], parts[1::2], strict=True):
-        if not after.startswith(before) or not text.startswith(after):
-            raise MappingError(
-                f"the chat template changes turn {number + 1} of a conversation",
-                file=place,
-                hint="give conversations that end with an answer, or plain texts",
-            )
-        spans.append((len(before), len(after)))
-    return text, spans
