@@ -22,7 +22,16 @@ DAMAGED = "the file is damaged, or a faulty tool wrote it: fetch or write it aga
 
 def short_repr(value: object) -> str:
     """`repr(value)`, cut to a length that fits a message."""
-    return reprlib.repr(value)
+    try:
+        text = _REPR.repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+_MAX_SHOWN = 160
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 3
 
 
 def read_exact(path: Path, offset: int, length: int) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from megtool.pickles.guard import load_guarded
 
 _MAX_GLOBALS = 4096
 _MAX_NAME = 500
+_MAX_DEPTH, _MAX_EXPANDED, _MAX_INT_BITS = 200, 20_000_000, 4096
 
 
 class Inert:
@@ -223,12 +224,80 @@ def to_plain(tree: Any, *, file: str | Path = "") -> Any:
     member is `Inert` with its value in `args`). Shared parts stay shared.
 
     Raises:
-        FormatError: the tree contains itself or is too deep.
+        FormatError: the tree contains itself, is too deep, or is too large written out.
     """
     try:
-        return _convert(tree, {})
+        out = _convert(tree, {})
     except (RecursionError, TypeError) as e:
         raise FormatError(f"pickled tree has no plain form: {e}", file=file) from e
+    check_expansion(out, file=file)
+    return out
+
+
+def check_expansion(tree: Any, *, file: str | Path) -> None:
+    """Refuse a tree that is large once it is compared, printed or written, however few its parts.
+
+    Lists of lists that share their parts double in size with each level, which a pickle says in a
+    few bytes.
+
+    Raises:
+        FormatError: lists, tuples and dicts contain themselves, are too deep or too large, or an
+            integer is longer than any setting.
+    """
+    problem = _find_expansion(tree)
+    if problem:
+        raise FormatError(
+            f"a pickled value {problem}",
+            file=file,
+            hint="no program writes such checkpoints: the file is damaged or made to harm",
+            error_id="hostile-pickle",
+        )
+
+
+def _find_expansion(tree: Any) -> str:
+    sizes: dict[int, tuple[int, int]] = {}
+    open_: set[int] = set()
+    stack: list[tuple[Any, bool]] = [(tree, False)]
+    while stack:
+        node, is_left = stack.pop()
+        if isinstance(node, int):
+            if node.bit_length() > _MAX_INT_BITS:
+                return f"is an integer of {node.bit_length():,} bits"
+            continue
+        if not isinstance(node, dict | list | tuple | set | frozenset | Inert):
+            continue
+        key = id(node)
+        parts: Sequence[Any]
+        if isinstance(node, Inert):
+            # Its parts do not count as its own: objects may refer to their parents.
+            if key not in sizes:
+                sizes[key] = 1, 0
+                stack.extend((part, False) for part in _parts_of(node))
+            continue
+        parts = [*node, *node.values()] if isinstance(node, dict) else list(node)
+        if is_left:
+            inner = [sizes.get(id(part), (1, 0)) for part in parts]
+            size = 1 + sum(count for count, _ in inner)
+            depth = 1 + max((depth for _, depth in inner), default=0)
+            if depth > _MAX_DEPTH:
+                return f"is more than {_MAX_DEPTH} levels deep"
+            if size > _MAX_EXPANDED:
+                return f"has more than {_MAX_EXPANDED:,} parts where it repeats shared ones"
+            sizes[key] = size, depth
+            open_.discard(key)
+        elif key in open_:
+            return "contains itself"
+        elif key not in sizes:
+            open_.add(key)
+            stack.append((node, True))
+            stack.extend((part, False) for part in parts)
+    return ""
+
+
+def _parts_of(node: Inert) -> Iterator[Any]:
+    yield from (*node.args, *node.kwargs.values(), *node.items, node.state)
+    for pair in node.pairs:
+        yield from pair
 
 
 def _convert(node: Any, done: dict[int, Any]) -> Any:

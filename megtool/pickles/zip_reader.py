@@ -327,4 +327,5 @@ def _load_tree(
     for node in pickle_reader.find_references(tree):
         if isinstance(node.id, tuple) and len(node.id) > 2 and node.id[0] == "storage":
             node.data = archive.read(f"data/{node.id[2]}")
+    pickle_reader.check_expansion(tree, file=file)
     return tree

@@ -246,8 +246,8 @@ def test_billion_laughs_stay_small() -> None:
         laugh = [laugh, laugh]
     data = pickle.dumps(laugh, 2)
     tree = pickle_reader.decode(data, file="x")
-    shown = pickle_reader.to_plain(tree)
-    assert shown[0] is shown[1]
+    with raises(FormatError, id="hostile-pickle"):
+        pickle_reader.to_plain(tree)
     assert len(encode(tree)) < 10 * len(data)
     assert pickle_reader.find_references(tree) == []
 
@@ -287,3 +287,30 @@ def test_a_thread_for_nested_tuples_that_dies_or_cannot_start(
     how(monkeypatch, *([{1}] if how is kill_threads else []))
     with raises(FormatError, "pickle"):
         pickle_reader.decode(data, file="x.pt")
+
+
+def _shared(levels: int, width: int) -> Any:
+    node: Any = ["x"] * width
+    for _ in range(levels):
+        node = [node] * width
+    return node
+
+
+@pytest.mark.parametrize("levels", [12, 60])
+def test_shared_parts_do_not_make_a_large_tree(levels: int) -> None:
+    with raises(FormatError, id="hostile-pickle"):
+        pickle_reader.check_expansion(_shared(levels, 10), file="common.pt")
+    pickle_reader.check_expansion(_shared(2, 10), file="common.pt")
+
+
+def test_what_contains_itself_or_is_deep_has_no_plain_form() -> None:
+    circle: list[Any] = [1]
+    circle.append({"a": (circle,)})
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    for tree in (circle, deep, {"step": 1 << 100_000}):
+        with raises(FormatError, id="hostile-pickle"):
+            pickle_reader.check_expansion(tree, file="common.pt")
+    again = [1]
+    pickle_reader.check_expansion({"a": [again, again], "b": again}, file="common.pt")

@@ -113,6 +113,7 @@ def read_model_states(root: Path, path: str) -> ModelStates:
         args = pickle_reader.to_plain(root_dict.get("args"), file=torch_file.file)
         out.args = args if isinstance(args, dict) else {}
         out.other_values = {k: v for k, v in root_dict.items() if k not in _MODEL_KEYS}
+        pickle_reader.check_expansion(out.other_values, file=torch_file.file)
     return out
 
 

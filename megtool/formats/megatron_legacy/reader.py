@@ -234,6 +234,7 @@ def _add_metadata(
         for k, v in string_items(trees[first]).items()
         if k not in _RANDOM_STATE_KEYS and not MODEL_KEY.fullmatch(k)
     }
+    pickle_reader.check_expansion(out["common"], file=root / first / MODEL_FILE)
     out["trees"] = {path: r.tree for path, r in read.items()}
     out["globals"] = {path: frozenset(r.global_names) for path, r in read.items()}
     out["aliases"] = {a: b for r in read.values() for a, b in r.aliases.items()}
