@@ -14,6 +14,7 @@ from typing import Any
 from megtool.errors import FormatError
 from megtool.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.formats.safetensors.header import read_header
+from megtool.formats.torch_checkpointing.dtensor_parts import DTensorPlacement, read_placement
 from megtool.formats.torch_checkpointing.metadata import ItemFile, NestedPath
 from megtool.pickles import reader as pickle_reader
 from megtool.pickles.reader import Inert, dict_items, is_global
@@ -30,12 +31,14 @@ _UNSUPPORTED_HINT = "load it with the tool that wrote it, and save plain tensors
 class ItemTensor(TensorLocation):
     """A rank's part of a tensor: its bytes, and its element strides unless they are row-major.
 
-    `is_dtensor`: the file says that it is a part of a larger tensor (`global_shape`).
+    `is_dtensor`: the file says that it is a part of a larger tensor (`global_shape`), and, where
+    it is understood, which (`placement`).
     """
 
     length: int
     is_dtensor: bool = False
     global_shape: tuple[int, ...] | None = None
+    placement: DTensorPlacement | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +113,8 @@ def _read_torch(out: RankItem, path: Path, budget: StorageBudget) -> None:
                 length=length,
                 strides=None if view.is_row_major else view.strides,
                 is_dtensor=parts is not None,
-                global_shape=parts,
+                global_shape=None if parts is None else parts.shape,
+                placement=None if parts is None else parts.placement,
             )
         for value in out.values.values():
             torch_file.attach_storages(value, budget)
@@ -121,7 +125,7 @@ class _Walk:
 
     def __init__(self, file: Path, out: RankItem) -> None:
         self._file, self._out = file, out
-        self.views: dict[NestedPath, tuple[StorageView, tuple[int, ...] | None]] = {}
+        self.views: dict[NestedPath, tuple[StorageView, _Whole | None]] = {}
 
     def descend(self, node: Any, path: NestedPath) -> None:
         """Take the node at a path apart.
@@ -146,10 +150,8 @@ class _Walk:
             self._refuse_hidden(node, path)
             self._out.values[path] = node
 
-    def _tensor(
-        self, node: Any, path: NestedPath
-    ) -> tuple[StorageView, tuple[int, ...] | None] | None:
-        """The view of a tensor, and the shape of the whole where it is a DTensor's part."""
+    def _tensor(self, node: Any, path: NestedPath) -> tuple[StorageView, _Whole | None] | None:
+        """The view of a tensor, and the whole of which it is a part if it is a DTensor's."""
         if not isinstance(node, Inert):
             return None
         local = _local_part(node)
@@ -192,8 +194,16 @@ class _Walk:
         return ".".join(map(str, (self._out.item, *path)))
 
 
-def _local_part(node: Inert) -> tuple[Any, tuple[int, ...]] | None:
-    """The inert tensor inside a DTensor and the whole one's shape; None for any other node."""
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The whole tensor of which a DTensor holds a part."""
+
+    shape: tuple[int, ...]
+    placement: DTensorPlacement | None
+
+
+def _local_part(node: Inert) -> tuple[Any, _Whole] | None:
+    """The inert tensor inside a DTensor, and the whole one; None for any other node."""
     if node.module == "torch._utils" and node.qualname.startswith("_rebuild_parameter"):
         inner = node.args[0] if node.args else None
         return _local_part(inner) if isinstance(inner, Inert) else None
@@ -209,7 +219,7 @@ def _local_part(node: Inert) -> tuple[Any, tuple[int, ...]] | None:
     size = pickle_reader.to_plain(args[2]) if len(args) > 2 else None
     if local is None or not isinstance(size, tuple) or any(type(n) is not int for n in size):
         return None
-    return local, size
+    return local, _Whole(size, read_placement(attributes.get("_spec"), len(size)))
 
 
 def is_leaf(value: Any) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.console import several
-from megtool.errors import FormatError
-from megtool.formats.auxiliary_files import find_megatron_auxiliary_files
+from megtool.errors import FormatError, listed
+from megtool.formats.auxiliary_files import find_auxiliary_files, find_megatron_auxiliary_files
 from megtool.formats.header_reader import check_inside, list_names, read_exact
+from megtool.formats.torch_checkpointing.dtensor_parts import cut_dtensor
 from megtool.formats.torch_checkpointing.item_files import (
     ItemTensor,
     RankItem,
@@ -29,6 +30,7 @@ from megtool.formats.torch_checkpointing.item_files import (
 from megtool.formats.torch_checkpointing.layout import plan_torch_checkpointing_layout
 from megtool.formats.torch_checkpointing.metadata import (
     MAX_METADATA_BYTES,
+    MAX_RANKS,
     METADATA,
     ItemFile,
     NestedPath,
@@ -59,6 +61,9 @@ MODEL = "model"
 
 _OPTIMIZER = "optimizer"
 _RANK_FILE = re.compile(r"([A-Za-z0-9_-]+)_(\d{1,7})\.pt")
+_WORLD_SIZE = re.compile(r"(.+)_world_size_([0-9]{1,6})_rank")
+_VERL_ITEMS = {"optim": "optimizer", "extra_state": "extra_state"}
+_VERL_CONFIG = "huggingface"
 _OTHER_FORMATS = ("config.json", "model.safetensors", "model.safetensors.index.json", ".metadata")
 _MAX_SMALL_BYTES = 1 << 30
 _SAMPLE_BYTES = 64 << 10
@@ -99,6 +104,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     names = list_names(path)
     files: list[StoredFile] = []
     table = _read_table(path, names, files)
+    _check_ranks(path, names)
     jobs = _find_files(names, table)
     if not jobs:
         raise FormatError(
@@ -136,8 +142,31 @@ def _find_files(
     for name in names:
         match = _RANK_FILE.fullmatch(name)
         if match and (table is None or match[1] not in table.items):
-            out[match[1], int(match[2])] = ItemFile(path=name, serialization="Torch")
+            out[_item_of(match[1]), int(match[2])] = ItemFile(path=name, serialization="Torch")
     return [(key, rank, out[key, rank]) for key, rank in sorted(out, key=_order)]
+
+
+def _item_of(name: str) -> str:
+    """Return the item of a file's name, of which verl says the number of ranks."""
+    match = _WORLD_SIZE.fullmatch(name)
+    return name if match is None else _VERL_ITEMS.get(match[1], match[1])
+
+
+def _check_ranks(path: Path, names: Sequence[str]) -> None:
+    """Raise if a file of a rank is missing where the names say how many there are."""
+    present = set(names)
+    items = {match[1] for name in names if (match := _RANK_FILE.fullmatch(name))}
+    for item in sorted(items):
+        world = _WORLD_SIZE.fullmatch(item)
+        rank_numbers = range(min(int(world[2]), MAX_RANKS)) if world else ()
+        missing = [n for rank in rank_numbers if (n := f"{item}_{rank}.pt") not in present]
+        if missing:
+            raise FormatError(
+                f"{several(len(missing), 'file')} of ranks are missing: {listed(missing)}",
+                file=path,
+                hint="copy the whole folder",
+                error_id="missing-shard",
+            )
 
 
 def _order(place: tuple[str, int]) -> tuple[bool, str, int]:
@@ -241,6 +270,8 @@ class _Builder:
                 )
             elif sharded and path in sharded.tensors:
                 self._add_sharded(name, sharded.tensors[path], holders)
+            elif (tensor := self._placed(name, holders)) is not None:
+                self._add_sharded(name, tensor, holders)
             else:
                 self._add_whole(name, holders)
             self.paths[name] = (item, *path)
@@ -262,10 +293,10 @@ class _Builder:
             number, local = by_rank[part.rank]
             file = self.root / self.read[number].stored.path
             if local.dtype.name != tensor.dtype or local.dtype is not kind:
-                self._fail(f"it is {local.dtype}, {METADATA} says {tensor.dtype}", name, file)
+                self._fail(f"it is {local.dtype}, and {tensor.dtype} elsewhere", name, file)
             if part.shape is not None and local.shape != part.shape and numel(part.shape):
                 self._fail(
-                    f"a part of shape {list(local.shape)}, {METADATA} says {list(part.shape)}",
+                    f"a part of shape {list(local.shape)}, and by its place {list(part.shape)}",
                     name,
                     file,
                 )
@@ -277,6 +308,19 @@ class _Builder:
         rows = {box: k for k, box in enumerate(boxes)}
         self.copies += [(len(self.tensors), rows[box], piece) for box, piece in copies]
         self._add(GlobalTensor(name=name, shape=tensor.shape, dtype=kind), [*boxes.values()])
+
+    def _placed(
+        self, name: str, holders: list[tuple[int, RankItem, ItemTensor]]
+    ) -> ShardedTensor | None:
+        """Return a tensor whose parts are DTensors that say where they lie; None for any other."""
+        shape, kind = holders[0][2].global_shape, holders[0][2].dtype
+        placements = {part.rank: x.placement for _, part, x in holders if x.placement is not None}
+        if shape is None or len(placements) < len(holders):
+            return None
+        parts = cut_dtensor(shape, placements)
+        if parts is None or any(x.global_shape != shape for _, _, x in holders):
+            self._fail("its ranks' DTensors contradict each other", name)
+        return ShardedTensor(shape=shape, dtype=kind.name, parts=parts)
 
     def _piece(
         self, name: str, window: Window, local: ItemTensor, number: int, count: int
@@ -402,7 +446,7 @@ class _Builder:
             ),
             extents=extents,
             objects=objects,
-            auxiliary_files=find_megatron_auxiliary_files(self.root, self.warnings),
+            auxiliary_files=self._auxiliary_files(),
             replicas=[] if strides else replicas,
             ignored=self.ignored,
             warnings=self.warnings,
@@ -413,6 +457,13 @@ class _Builder:
                 offset=extents.offset[rows], strides=_select(strides, rows)
             )
         return catalogue
+
+    def _auxiliary_files(self) -> dict[str, Path]:
+        out = find_megatron_auxiliary_files(self.root, self.warnings)
+        if (self.root / _VERL_CONFIG).is_dir():
+            files = find_auxiliary_files(self.root / _VERL_CONFIG, self.warnings)
+            out |= {f"hf/{name}": path for name, path in files.items()}
+        return out
 
     def _fail(self, message: str, name: str, file: Path | None = None, hint: str = _STALE) -> None:
         raise FormatError(message, file=file or self.root, tensor=name, hint=hint)
