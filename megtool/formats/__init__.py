@@ -108,6 +108,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
             "iter_*",
             "release",
             "weights",
+            "model_weights",
         ),
     ),
     CheckpointFormat(
@@ -120,7 +121,10 @@ FORMATS: tuple[CheckpointFormat, ...] = (
         },
         module="megtool.formats.torch_dist.reader",
         description="a Megatron save folder or a folder with .metadata",
-        name_patterns=(".metadata", "metadata.json", "*.distcp", "iter_*", "release", "weights"),
+        name_patterns=(
+            *(".metadata", "metadata.json", "*.distcp", "iter_*", "release"),
+            *("weights", "model_weights"),
+        ),
     ),
     CheckpointFormat(
         contents={
@@ -218,6 +222,14 @@ def detect_format(path: Path) -> CheckpointFormat:
             "it is not a checkpoint: config.json, data/ and db/ are those of Retro's training data",
             file=path,
             hint="RetroProject of megtool.data.retro.project reads it, from Python",
+            error_id="not-a-checkpoint",
+        )
+    if names is None and path.suffix == ".nemo":
+        raise FormatError(
+            "it is an archive of NeMo 1, and archives are not read",
+            file=path,
+            hint=f"unpack it and give the folder: mkdir {path.stem} && tar -xf {path.name} "
+            f"-C {path.stem}",
             error_id="not-a-checkpoint",
         )
     for checkpoint_format in FORMATS:

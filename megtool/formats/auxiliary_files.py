@@ -18,6 +18,9 @@ _JSON_HINT = "no tokenizer or configuration is as large: fetch the file again"
 MODELOPT_FOLDER = "modelopt_state"
 """A nested checkpoint in which ModelOpt stores its changes to the model."""
 
+NEMO_1_CONFIG = "model_config.yaml"
+"""The settings of a model that NeMo 1 saved, beside the folder of its weights."""
+
 _FOLDERS = ("additional_chat_templates",)
 _MEGATRON_FOLDERS = ("hf", "tokenizer", "context", MODELOPT_FOLDER)
 _MEGATRON_FILES = ("run_config.yaml", "train_state.pt")

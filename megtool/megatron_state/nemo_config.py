@@ -1,8 +1,9 @@
 """The model in NeMo's and Megatron-Bridge's YAML, as Megatron-LM's args.
 
-NeMo 2 writes `context/model.yaml` next to `weights/`, Megatron-Bridge `run_config.yaml` into every
-iteration; neither keeps args. Both describe a dataclass by `_target_` and its fields. It is read as
-plain data: nothing that a target names is imported.
+NeMo 1 has `model_config.yaml` next to `model_weights/`, which names settings itself. NeMo 2 writes
+`context/model.yaml` next to `weights/`, Megatron-Bridge `run_config.yaml` into every iteration;
+none keeps args. These two describe a dataclass by `_target_` and its fields. It is read as plain
+data: nothing that a target names is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from megtool.convert.megatron.hybrid_pattern import OLD_PATTERN, PATTERN
 from megtool.convert.megatron.names import EMBEDDING, split_state
-from megtool.errors import FormatError
+from megtool.errors import FormatError, MappingError
+from megtool.formats.auxiliary_files import NEMO_1_CONFIG
 from megtool.formats.plain_yaml import read_yaml
 from megtool.tensors.catalogue import Catalogue
 
@@ -50,6 +52,11 @@ def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
         FormatError: the file is invalid, or describes no model.
         MissingPackageError: reading it needs PyYAML.
     """
+    if (path := catalogue.auxiliary_files.get(NEMO_1_CONFIG)) is not None:
+        value = read_yaml(path)
+        if not isinstance(value, dict) or "num_attention_heads" not in value:
+            raise FormatError("it describes no model", file=path)
+        return args_from_nemo_1(value) | _vocabulary_args(catalogue)
     for name, key in ((BRIDGE_FILE, "model"), (NEMO_FILE, "config")):
         path = catalogue.auxiliary_files.get(name)
         if path is None:
@@ -60,6 +67,64 @@ def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
             raise FormatError(f"it has no section {key!r} that describes a model", file=path)
         return args_from_section(section) | _vocabulary_args(catalogue)
     return None
+
+
+_NEMO_1_RENAMED = {
+    "encoder_seq_length": "seq_length",
+    "layernorm_epsilon": "norm_epsilon",
+    "rotary_percentage": "rotary_percent",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "bias": "add_bias_linear",
+    "qkv_bias": "add_qkv_bias",
+    "num_moe_experts": "num_experts",
+}
+_NEMO_1_NORMS = {
+    "layernorm": "LayerNorm",
+    "layernorm1p": "LayerNorm",
+    "low_precision_layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+}
+_NEMO_1_ACTIVATIONS = {
+    "swiglu": {"swiglu": True},
+    "fast-swiglu": {"swiglu": True},
+    "squared-relu": {"squared_relu": True},
+    "gelu": {},
+    "openai-gelu": {"openai_gelu": True},
+}
+
+
+def args_from_nemo_1(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The args of a model from NeMo 1's `model_config.yaml`.
+
+    Source: `megatron_gpt_config.yaml` and `MegatronGPTModel` of NeMo 1.23.
+
+    Raises:
+        MappingError: an activation or a norm that has no arg of Megatron's.
+    """
+    out = dict(_DEFAULTS)
+    for name, value in config.items():
+        if isinstance(value, bool | int | float | str | list) and isinstance(name, str):
+            out[_NEMO_1_RENAMED.get(name, name)] = value
+    norm = str(config.get("normalization", "layernorm1p")).lower()
+    activation = str(config.get("activation", "gelu")).lower()
+    if norm not in _NEMO_1_NORMS or activation not in _NEMO_1_ACTIVATIONS:
+        setting = f"normalization {norm!r}" if norm not in _NEMO_1_NORMS else repr(activation)
+        raise MappingError(
+            f"{NEMO_1_CONFIG} says {setting}, which is not known",
+            hint="--like HF_FOLDER gives the configuration instead",
+            error_id="unsupported-model",
+        )
+    heads, groups = config.get("num_attention_heads"), config.get("num_query_groups")
+    return {
+        **{k: v for k, v in out.items() if k not in ("activation", "precision")},
+        **_NEMO_1_ACTIVATIONS[activation],
+        "normalization": _NEMO_1_NORMS[norm],
+        "apply_layernorm_1p": norm == "layernorm1p",
+        "group_query_attention": groups is not None and groups != heads,
+        "untie_embeddings_and_output_weights": not config.get(
+            "share_embeddings_and_output_weights", True
+        ),
+    }
 
 
 def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:

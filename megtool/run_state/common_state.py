@@ -83,7 +83,12 @@ def make_common_state(
             args |= {"bf16": name == "bfloat16", "fp16": name == "float16"}
     elif known:
         args |= layout_args(parallel)
-    common = dict(tree) if isinstance(tree, dict) else {"checkpoint_version": 3.0}
+    common = dict(tree) if isinstance(tree, dict) else {}
+    # Rows of queries, keys and values are written in the order of this version; without one,
+    # Megatron takes files for those of version 0, and reorders them as it loads.
+    version = common.get("checkpoint_version")
+    if not isinstance(version, int | float) or version < 2:
+        common["checkpoint_version"] = 3.0
     common.setdefault("iteration", 0)
     common = {k: v for k, v in common.items() if not MODELOPT.fullmatch(str(k))}
     if not any(is_rerun_object(name) for name in objects):

@@ -22,7 +22,7 @@ from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.convert.megatron.names import is_encoder_decoder, is_megatron, is_retro, split_state
 from megtool.convert.megatron.parallel_args import parallel_from_args
-from megtool.convert.megatron.pre_core import core_args
+from megtool.convert.megatron.pre_core import core_args, has_classic_args
 from megtool.convert.megatron.sharding import is_known
 from megtool.digests.crc32c import SIDECAR, Sidecar, read_sidecar
 from megtool.errors import (
@@ -46,6 +46,7 @@ from megtool.options.groups import AdaptedSource, SourceOptions
 from megtool.source.checkpoint import HF_FOLDER, CheckpointSource, ModelIdentity
 from megtool.source.merge import add_adapters
 from megtool.source.repeated_tensors import has_own_head
+from megtool.source.unread_files import warn_unread_files
 from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
@@ -184,6 +185,8 @@ def open_source(
         _LOG.warning("%s", warning)
     if tensors.select is None:
         _warn_missing_mtp(config, side)
+    if optimizer:
+        warn_unread_files(catalogue)
     source = CheckpointSource(
         path=headers.path,
         catalogue=catalogue,
@@ -522,7 +525,7 @@ def _describe_model(
     if not isinstance(args, dict) and (foreign := read_foreign_args(catalogue)) is not None:
         args = catalogue.metadata["args"] = foreign
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
-        if catalogue.format == "deepspeed":
+        if has_classic_args(catalogue.format, catalogue.tensors):
             args = core_args(args)
         unread = [n for n in drop_settings if not fields_called(n)]
         args, removed = without_keys(args, unread)

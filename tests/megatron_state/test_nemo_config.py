@@ -12,7 +12,7 @@ import torch
 
 from megtool import reshard, verify
 from megtool.convert.megatron.args import config_from_args
-from megtool.errors import FormatError
+from megtool.errors import FormatError, MappingError
 from megtool.formats import open_checkpoint
 from megtool.formats.plain_yaml import read_yaml
 from megtool.megatron_state.bridge_files import (
@@ -21,7 +21,7 @@ from megtool.megatron_state.bridge_files import (
     make_run_config,
     make_train_state,
 )
-from megtool.megatron_state.nemo_config import args_from_section
+from megtool.megatron_state.nemo_config import args_from_nemo_1, args_from_section
 from megtool.options.layout import ParallelConfig
 from megtool.pickles.zip_writer import encode_object
 from megtool.source.open import open_source
@@ -329,3 +329,38 @@ def test_fields_of_another_generation() -> None:
     }
     found: ModelConfig = config_from_args(args_from_section(section))
     assert found == config()
+
+
+NEMO_1 = """
+num_layers: 2
+hidden_size: 64
+num_attention_heads: 4
+num_query_groups: 2
+ffn_hidden_size: 96
+encoder_seq_length: 64
+max_position_embeddings: 64
+normalization: rmsnorm
+layernorm_epsilon: 1.0e-06
+bias: false
+activation: fast-swiglu
+position_embedding_type: rope
+rotary_percentage: 0.5
+rotary_base: 5000
+share_embeddings_and_output_weights: false
+"""
+
+
+def test_settings_of_nemo_1() -> None:
+    model = config_from_args(args_from_nemo_1(yaml.safe_load(NEMO_1)) | {"padded_vocab_size": 128})
+    assert (model.num_layers, model.attention.num_kv_heads, model.mlp.gated) == (2, 2, True)
+    assert model.norms.norm_eps == 1e-6
+    assert model.positions.rope_base == 5000
+    assert not model.embedding.tied_embeddings
+    with raises(MappingError, "fast-geglu", id="unsupported-model"):
+        args_from_nemo_1(yaml.safe_load(NEMO_1) | {"activation": "fast-geglu"})
+
+
+def test_an_archive_of_nemo_1_is_unpacked_first(tmp_path: Path) -> None:
+    (tmp_path / "model.nemo").write_bytes(b"a tar")
+    with raises(FormatError, hint="tar -xf model.nemo", id="not-a-checkpoint"):
+        open_checkpoint(tmp_path / "model.nemo")

@@ -225,11 +225,14 @@ BUCKET = re.compile(
 )
 """Names of the flat tensors of `dp_reshardable`."""
 
+_PARTS = r"(?:(?!chained_\d)\w+\.){0,3}?"
+"""Parts of a state dict that has its optimizer further down: `app.optim`, `actor.optimizer`."""
+
 # A weight may itself be called `param`: behind `exp_avg` that is no state.
 _STATE_LAST = re.compile(
-    r"optim(?:izer)?\.state\.(.+)\."
+    rf"{_PARTS}optim(?:izer)?\.state\.(.+)\."
     r"(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master_param|step)"
-    r"|optim(?:izer)?\.state\.(?!(?:exp_avg|exp_avg_sq|(?:fp32_|master_)?param)\.)(.+)\."
+    rf"|{_PARTS}optim(?:izer)?\.state\.(?!(?:exp_avg|exp_avg_sq|(?:fp32_|master_)?param)\.)(.+)\."
     r"((?:fp32_)?param)"
 )
 _WRAPPERS = re.compile(

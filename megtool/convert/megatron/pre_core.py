@@ -1,18 +1,21 @@
-"""Names and args of pre-core Megatron (Megatron-DeepSpeed) translated to megatron-core's.
+"""Names and args of pre-core Megatron, and of Megatron-DeepSpeed, translated to megatron-core's.
 
 A model there is either modules in modules (`language_model.encoder.layers.0.attention...`) or a
 pipeline, whose layers are numbered from the first one to the last, embedding and norms included
-(`3.self_attention...`). Rows of queries, keys and values lie as in the core (`checkpoint_version`
-2 and later). Source: megatron/model/{gpt_model,language_model}.py of Megatron-DeepSpeed.
+(`3.self_attention...`). Rows of queries, keys and values lie as in the core from
+`checkpoint_version` 2 on. Source: megatron/model/{gpt_model,language_model}.py of
+Megatron-DeepSpeed, and `fix_query_key_value_ordering` of Megatron-LM's checkpointing.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megtool.convert.megatron.names import split_optimizer
+from megtool.convert.megatron.rank_parameters import Box
+from megtool.tensors.sharded import GlobalTensor
 
 _PARTS = (
     (".attention.", ".self_attention."),
@@ -25,6 +28,7 @@ _PARTS = (
 _ROOTS = (
     (re.compile(r"language_model\.(?:encoder|transformer)\."), "decoder."),
     (re.compile(r"language_model\.(?=embedding\.|output_layer\.)"), ""),
+    (re.compile(r"word_embeddings_for_head\."), "output_layer."),
 )
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _LAYER = re.compile(r"(\d+)\.input_layernorm\.weight")
@@ -73,6 +77,49 @@ def _core(key: str) -> str:
     return key
 
 
+def has_classic_args(format: str, tensors: Iterable[GlobalTensor]) -> bool:
+    """Whether a checkpoint's args are those of pre-core Megatron, or of Megatron-DeepSpeed."""
+    return format == "deepspeed" or any(is_classic_rank_name(t.name) for t in tensors)
+
+
+def is_classic_rank_name(name: str) -> bool:
+    """Whether a stored name is that of a rank's file whose model is nested modules."""
+    return _CLASSIC.match(name) is not None
+
+
+_CLASSIC = re.compile(r"[^/]+/model_optim_rng/model\d*/language_model/")
+
+
+def order_qkv_rows(boxes: Sequence[Box], version: float, head_dim: int) -> tuple[Box, ...]:
+    """Return a rank's rows of queries, keys and values in the order in which an old file has them.
+
+    In the core and since version 2 they lie as `[heads, 3, head_dim]`, in version 1 as `[heads,
+    head_dim, 3]`, before as `[3, heads, head_dim]`. `boxes` are the rank's part of the whole.
+
+    Raises:
+        ValueError: the rows are not those of whole heads.
+    """
+    (((first, *low), (last, *high)),) = boxes
+    num_heads, rest = divmod(last - first, 3 * head_dim)
+    if rest:
+        raise ValueError(f"{last - first} rows are not 3 x heads x {head_dim}")
+
+    def rows(start: int, count: int) -> Box:
+        return (first + start, *low), (first + start + count, *high)
+
+    heads, parts = range(num_heads), range(3)
+    if version >= 2:
+        return tuple(boxes)
+    if version >= 1:
+        return tuple(
+            rows((h * 3 + p) * head_dim + d, 1)
+            for h in heads
+            for d in range(head_dim)
+            for p in parts
+        )
+    return tuple(rows((h * 3 + p) * head_dim, head_dim) for p in parts for h in heads)
+
+
 def core_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """The args of Megatron-DeepSpeed in megatron-core's spelling."""
     out = dict(args)
@@ -84,4 +131,6 @@ def core_args(args: Mapping[str, Any]) -> dict[str, Any]:
         out["num_query_groups"] = groups
     if out.get("use_rotary_position_embeddings"):
         out["position_embedding_type"] = "rope"
+    elif out.get("add_position_embedding", True):
+        out.setdefault("position_embedding_type", "learned_absolute")  # Megatron's default
     return out

@@ -453,7 +453,7 @@ def refuse_trtllm_legacy(folder: Path, present: Collection[str]) -> None:
         return
     try:
         config = json.loads(Files().read_whole(folder / "config.json") or b"")
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if not isinstance(config, dict) or not isinstance(config.get("mapping"), dict):
         return

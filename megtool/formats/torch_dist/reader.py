@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError
-from megtool.formats.auxiliary_files import find_megatron_auxiliary_files
-from megtool.formats.header_reader import check_inside, parse_json, read_exact
+from megtool.formats.auxiliary_files import NEMO_1_CONFIG, can_copy, find_megatron_auxiliary_files
+from megtool.formats.header_reader import check_inside, parse_json, read_exact, short_repr
 from megtool.formats.save_folder import RELEASE, find_iteration, is_distributed
 from megtool.formats.torch_dist.gathered import add_gathered_tensors
 from megtool.formats.torch_dist.layout import COMMON_OBJECT, plan_torch_dist_layout
 from megtool.formats.torch_dist.metadata import DcpMetadata, read_metadata
 from megtool.pickles import reader as pickle_reader
 from megtool.pickles import zip_reader, zip_tensor
-from megtool.storage.files import Files, opened
+from megtool.storage.files import Files, is_regular_file, opened
 from megtool.storage.location.path import is_remote
 from megtool.tensors.catalogue import (
     Catalogue,
@@ -38,6 +38,9 @@ __all__ = ["NAMES", "detect", "open_checkpoint", "plan_torch_dist_layout"]
 
 NAMES = ("torch_dist", "dcp")
 WEIGHTS = "weights"
+NEMO_1_WEIGHTS = "model_weights"
+"""NeMo 1's folder of weights, beside `model_config.yaml`, in an unpacked `.nemo` archive."""
+
 """The folder of the data in NeMo 2, next to `context/`."""
 
 _UNFINISHED = "-unfinished"  # suffix of NeMo's marker of a folder being written
@@ -50,7 +53,7 @@ _BATCH_ITEMS = 4096
 
 def detect(path: Path) -> bool:
     """Whether `path` is such a folder, a Megatron save folder of some, or an unfinished one."""
-    if not path.is_dir() or is_distributed(path) or is_distributed(path / WEIGHTS):
+    if not path.is_dir() or is_distributed(path) or _nemo_weights(path) is not None:
         return path.is_dir()
     folder = find_iteration(path, None)
     return folder is not None and is_distributed(folder)
@@ -69,10 +72,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         CoverageError: chunks do not tile their tensors.
     """
     is_iteration = is_distributed(path) and iteration is None
-    if is_iteration or not is_distributed(path / WEIGHTS):
-        folder = path if is_iteration else find_iteration(path, iteration)
-    else:
-        folder = path / WEIGHTS
+    nemo = None if is_iteration else _nemo_weights(path)
+    folder = path if is_iteration else nemo or find_iteration(path, iteration)
     if folder is None:
         raise FormatError(
             "it is not a torch.distributed checkpoint", file=path, error_id="not-a-checkpoint"
@@ -207,7 +208,18 @@ def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
 
 def _find_nemo_auxiliary_files(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """Auxiliary files of NeMo, next to the folder of its data."""
-    return find_megatron_auxiliary_files(folder.parent, warnings) if folder.name == WEIGHTS else {}
+    if folder.name == WEIGHTS:
+        return find_megatron_auxiliary_files(folder.parent, warnings)
+    config = folder.parent / NEMO_1_CONFIG
+    is_nemo_1 = folder.name == NEMO_1_WEIGHTS and is_regular_file(config)
+    is_small = is_nemo_1 and can_copy(folder.parent, NEMO_1_CONFIG, warnings)
+    return {NEMO_1_CONFIG: config} if is_small else {}
+
+
+def _nemo_weights(path: Path) -> Path | None:
+    """The folder of weights in one that NeMo wrote; None in any other."""
+    folders = (path / WEIGHTS, path / NEMO_1_WEIGHTS)
+    return next((folder for folder in folders if is_distributed(folder)), None)
 
 
 def _warn_unlisted_files(folder: Path, paths: list[str]) -> list[str]:
@@ -264,7 +276,9 @@ def _add_metadata(catalogue: Catalogue, metadata: DcpMetadata, megatron: bool) -
         out.update(pickle_reader.to_plain(selected, file=folder / ".metadata"))
     if folder.name == RELEASE:
         out.pop("iteration", None)  # a release has iteration 0, which means none
-    elif folder.name == WEIGHTS and isinstance(step := out.get("global_step"), int):
+    elif folder.name in (WEIGHTS, NEMO_1_WEIGHTS) and isinstance(
+        step := out.get("global_step"), int
+    ):
         out["iteration"] = step
         out["common"] = {"checkpoint_version": 3.0, "iteration": step, **out["common"]}
     elif "iteration" not in out and folder.name.removeprefix("iter_").isdigit():
@@ -315,7 +329,9 @@ def _read_common_state(catalogue: Catalogue) -> dict[Any, Any] | None:
         catalogue.warnings.append("no common state: neither common.pt nor an object for it")
         return None
     if not isinstance(tree, dict):
-        raise FormatError(f"the common state is {tree!r:.60}, not a dict", file=path, hint=_DAMAGED)
+        raise FormatError(
+            f"the common state is {short_repr(tree)}, not a dict", file=path, hint=_DAMAGED
+        )
     return tree
 
 

@@ -16,7 +16,7 @@ COMMON = "common.pt"
 MANIFEST = "manifest.ocdbt"
 
 _GROUPS = (V3_NAME, V2_NAME, ".zgroup", ".zmetadata")
-_ITERATIONS = ("weights",)
+_ITERATIONS = ("weights", "model_weights")
 
 
 def detect(path: Path) -> bool:

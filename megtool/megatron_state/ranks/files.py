@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.convert.megatron.names import EMBEDDING, OUTPUT
+from megtool.convert.megatron.pre_core import core_names, is_classic_rank_name, order_qkv_rows
 from megtool.convert.megatron.rank_parameters import (
     EVERYWHERE,
     Parameter,
@@ -126,7 +127,8 @@ def _read_chunks(
         if match and first in catalogue:
             names_of.setdefault((match[1], int(match[2] or 0)), []).append((first, match[3]))
     ranks = list_ranks(catalogue, parallel)
-    _check_version(catalogue)
+    version = _check_version(catalogue, config)
+    names_of = {place: _core_keys(names) for place, names in names_of.items()}
     _check_stages(catalogue, names_of, ranks)
     for (folder, chunk), names in names_of.items():
         rank = ranks[folder]
@@ -148,20 +150,53 @@ def _read_chunks(
         yield (
             (folder, chunk),
             [
-                _RankTensor(stored, _parameter(t, g.expert, rank, glu, config, parallel))
+                _RankTensor(
+                    stored,
+                    _in_old_order(
+                        _parameter(t, g.expert, rank, glu, config, parallel), version, config
+                    ),
+                )
                 for t, (stored, g) in zip(tensors, renamed, strict=True)
             ],
         )
 
 
-def _check_version(catalogue: Catalogue) -> None:
-    """Refuse files whose rows of queries, keys and values are in another order.
+def _core_keys(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Stored names with their keys, those of modules in modules as the core has them."""
+    if not any(key.startswith("language_model/") for _, key in names):
+        return names
+    dotted = {key: key.replace("/", ".") for _, key in names}
+    core = core_names(dotted.values())
+    return [(stored, core.get(dotted[key], dotted[key])) for stored, key in names]
 
-    Source: `fix_query_key_value_ordering` in Megatron-LM's checkpointing.py.
+
+def _in_old_order(parameter: Parameter, version: float, config: ModelConfig) -> Parameter:
+    """The parameter as a file before version 2 has its rows."""
+    if version >= 2 or not parameter.key.endswith((".linear_qkv.weight", ".linear_qkv.bias")):
+        return parameter
+    try:
+        boxes = order_qkv_rows(parameter.boxes, version, config.attention.head_dim)
+    except ValueError as e:
+        raise FormatError(
+            f"its rows of queries, keys and values are no whole heads: {e}",
+            tensor=parameter.key,
+            hint=_MIXED_HINT,
+        ) from e
+    return replace(parameter, boxes=boxes)
+
+
+def _check_version(catalogue: Catalogue, config: ModelConfig) -> float:
+    """Return the version, by which rows of queries, keys and values lie in another order.
+
+    Files of the core without a version, or with one before 2, are refused: the core never wrote
+    such. Source: `fix_query_key_value_ordering` in Megatron-LM's checkpointing.py.
     """
     version = catalogue.metadata.get("checkpoint_version")
-    if isinstance(version, int | float) and 2 <= version < 4:
-        return
+    is_classic = any(is_classic_rank_name(t.name) for t in catalogue.tensors)
+    has_groups = config.attention.num_kv_heads != config.attention.num_heads
+    least = 0 if is_classic and not has_groups else 2
+    if isinstance(version, int | float) and least <= version < 4:
+        return float(version)
     first = next(iter(catalogue.metadata["ranks"]))
     raise FormatError(
         f"checkpoint_version {version!r:.20}, and only 2 and 3 are known",
