@@ -14,6 +14,7 @@ from megtool.convert.dialects import (
     read_side,
     write_side,
 )
+from megtool.convert.megatron.names import split_optimizer
 from megtool.convert.megatron.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import (
     LocalTensor,
@@ -127,6 +128,28 @@ def fitting_namings(
                 reasons[candidate] = e
             continue
         yield named
+        if candidate == "stored" and (keyed := _by_keys_in_parts(source, named)) is not None:
+            yield keyed
+
+
+def _by_keys_in_parts(source: CheckpointSource, named: NamedTensors) -> NamedTensors | None:
+    """Name weights by their keys in the parts of a nested state dict, such as `{"app": {"model"`.
+
+    A key that several parts have is left out. None if no part is nested.
+    """
+    paths = source.catalogue.metadata.get("planner_data")
+    names: dict[str, list[str]] = {}
+    for name, path in (paths if isinstance(paths, dict) else {}).items():
+        if name in named.tensors and not split_optimizer(name)[0] and isinstance(path, tuple):
+            names.setdefault(str(path[-1]), []).append(name)
+    alone = {key: same_key[0] for key, same_key in names.items() if len(same_key) == 1}
+    if all(key == name for key, name in alone.items()):
+        return None
+    return replace(
+        named,
+        tensors={key: replace(named.tensors[n], name=key) for key, n in alone.items()},
+        dtypes={key: named.dtypes[n] for key, n in alone.items()},
+    )
 
 
 def name_as_stored(catalogue: Catalogue) -> NamedTensors:

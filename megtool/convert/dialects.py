@@ -266,11 +266,21 @@ _SHIFTED = ("", megatron_names.MAIN)
 
 
 def _unwrapped(tensors: Mapping[str, GlobalTensor], binding: Binding) -> Mapping[str, GlobalTensor]:
-    """The tensors without the names of wrappers (`model.` in a state dict of several parts)."""
-    for wrapper in ("", "model.", "module.", "model.module.", "app.model."):
-        if any(binding.knows(n.removeprefix(wrapper)) for n in tensors if n.startswith(wrapper)):
-            return {n.removeprefix(wrapper): t for n, t in tensors.items()}
+    """The tensors without the names of wrappers, or of parts of a state dict that has several.
+
+    The shortest is taken off behind which the table knows a name: `model.`, `app.model.`,
+    `actor.module.`. Names that do not begin with it stay, so that the weights of a second model
+    are unknown, and not taken for those of the first.
+    """
+    for num_parts in range(_MAX_PARTS + 1):
+        wrappers = {".".join(n.split(".")[:num_parts]) for n in tensors if n.count(".") > num_parts}
+        for wrapper in sorted(f"{w}." if w else "" for w in wrappers):
+            if any(binding.knows(n[len(wrapper) :]) for n in tensors if n.startswith(wrapper)):
+                return {n.removeprefix(wrapper): t for n, t in tensors.items()}
     return tensors
+
+
+_MAX_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,7 +183,9 @@ def make_target(
         )
     if options.rename:
         side = screen_renamed(
-            source, _rename_tensors(side, options.rename), drop=options.drop_objects
+            source,
+            _rename_tensors(side, options.rename, [t.name for t in source.catalogue.tensors]),
+            drop=options.drop_objects,
         )
     if source.model is not None and kind in MEGATRON and source.view.dialect != "megatron":
         for limit in megatron_limits(source.model.config, source.model.family):
@@ -383,9 +385,14 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _rename_tensors(side: TargetView, renames: Sequence[str]) -> TargetView:
-    """The same tensors under the names that `--rename` patterns give them."""
+def _rename_tensors(side: TargetView, renames: Sequence[str], stored: Sequence[str]) -> TargetView:
+    """The same tensors under the names that `--rename` patterns give them.
+
+    A pattern that takes off the name of a part, which reading a model of `stored` names takes off
+    by itself, is done already.
+    """
     names = [t.name for t in side.tensors]
+    renames = [r for r in renames if not _is_done(r, names, stored)]
     new = dict(zip(names, apply_renames(names, renames), strict=True))
     return replace(
         side,
@@ -396,6 +403,20 @@ def _rename_tensors(side: TargetView, renames: Sequence[str]) -> TargetView:
             for f in side.fills
         ],
     )
+
+
+def _is_done(rename: str, names: Sequence[str], stored: Sequence[str]) -> bool:
+    """Whether a pattern matches stored names alone, and gives them names that are there already."""
+    try:
+        apply_renames(names, [rename])
+    except UsageError:
+        try:
+            new = apply_renames(stored, [rename])
+        except UsageError:
+            return False
+        changed = {b for a, b in zip(stored, new, strict=True) if a != b}
+        return bool(changed) and changed <= {*names}
+    return False
 
 
 def _dropped_tensors(

@@ -59,7 +59,7 @@ def block_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         encoded = json.loads(args[BLOCKS])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise MappingError(f"{BLOCKS} is no JSON: {error}") from error
     blocks = encoded.get(_LIST) if isinstance(encoded, dict) else None
     hidden, heads = int(args["hidden_size"]), int(args["num_attention_heads"])
