@@ -8,12 +8,13 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool.audit.rules import AuditFinding, fold_findings
-from megtool.audit.run_saves import RunFolder
+from megtool.audit.run_saves import MEGATRON_STEP, RunFolder
 from megtool.audit.save_checks import check_save
 from megtool.audit.save_facts import FIRST_MOMENT, SECOND_MOMENT, SaveFacts
 from megtool.audit.step_checks import RunHistory, check_steps, stands_still, update_norms
@@ -71,12 +72,15 @@ class RunAudit:
     points: list[StepPoint] = field(default_factory=list)
     saves: list[SaveFacts] = field(default_factory=list)
     _before: SaveFacts | None = None
+    _unknown: list[SaveFacts] = field(default_factory=list)
     _history: RunHistory = field(default_factory=RunHistory)
     _digests: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _window: deque[_KeptSketches] = field(default_factory=lambda: deque(maxlen=MAX_WINDOW))
 
     def add(self, save: SaveFacts) -> list[AuditFinding]:
         """Check a save, alone and with those before it; returns what is new."""
+        if save.unknown_kind is not None:
+            self._unknown.append(save)
         findings = list(check_save(save))
         if save.is_open:
             before = self._before
@@ -94,9 +98,26 @@ class RunAudit:
 
     def finish(self, run: RunFolder) -> list[AuditFinding]:
         """Check the tracker, after all saves; returns what is new."""
-        findings = list(_check_tracker(run, [s.step for s in self.saves if s.is_open]))
+        findings = [*self._judge_unknown_kinds()]
+        findings += _check_tracker(run, [s.step for s in self.saves if s.is_open])
         self.findings += findings
         return findings
+
+    def _judge_unknown_kinds(self) -> Iterator[AuditFinding]:
+        """Take a save of no known kind for a damaged one only where the run has others.
+
+        A run of which no save is recognized was written by a program that megtool does not read,
+        and nothing is known against it.
+        """
+        is_known_run = any(s.is_open for s in self.saves)
+        for save in self._unknown:
+            rule, where, text = save.unknown_kind or ("", "", "")
+            if is_known_run or MEGATRON_STEP.fullmatch(Path(save.path).name):
+                yield AuditFinding(id=rule, step=save.step, tensor=where, message=text)
+            else:
+                facts = next(s for s in self.saves if s.step == save.step)
+                facts.notes.append(f"not read: {text}")
+        self._unknown.clear()
 
     def _check_identical(self, save: SaveFacts, before: SaveFacts | None) -> Iterator[AuditFinding]:
         weights = save.weights()
@@ -252,5 +273,6 @@ def _without_tensors(save: SaveFacts) -> SaveFacts:
     short = SaveFacts(step=save.step, path=save.path)
     short.format, short.layout, short.training = save.format, save.layout, save.training
     short.notes, short.problems, short.is_open = save.notes, save.problems, save.is_open
+    short.unknown_kind = save.unknown_kind
     short.read_bytes, short.total_bytes = save.read_bytes, save.total_bytes
     return short

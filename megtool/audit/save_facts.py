@@ -91,7 +91,8 @@ class SaveFacts:
     """One save of a run, without its tensors' elements.
 
     `catalogue` are dtypes and shapes of stored tensors by name; `problems` are what opening and
-    reading met: id of the rule, tensor or file, and text. `read_bytes` of `total_bytes` were read.
+    reading met: id of the rule, tensor or file, and text; `unknown_kind` is one that means only
+    that no format recognizes it. `read_bytes` of `total_bytes` were read.
     """
 
     step: int
@@ -107,6 +108,7 @@ class SaveFacts:
     read_bytes: int = 0
     total_bytes: int = 0
     is_open: bool = False
+    unknown_kind: tuple[str, str, str] | None = None
 
     def sort(self) -> None:
         """Put tensors into the order of their names and layers: threads end in any order."""

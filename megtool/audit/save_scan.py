@@ -29,7 +29,7 @@ from megtool.audit.training_state import read_training_facts
 from megtool.convert.megatron.names import split_state
 from megtool.digests.crc32c import SIDECAR, Sidecar, read_sidecar
 from megtool.digests.files import check_files
-from megtool.errors import FormatError, MegtoolError
+from megtool.errors import FormatError, MegtoolError, MissingPackageError, listed
 from megtool.formats import open_checkpoint
 from megtool.megatron_state.model_space import to_model_space
 from megtool.process.threads import stream_in_threads
@@ -75,6 +75,8 @@ def scan_save(save: RunSave, settings: ScanPlan) -> SaveFacts:
     What is wrong with it is in the `problems` of the result: it is no error.
     """
     facts = SaveFacts(step=save.step, path=str(save.path))
+    if save.unread:
+        facts.notes.append(f"not read: {listed(save.unread)}")
     try:
         catalogue = open_checkpoint(save.path)
         facts.format = catalogue.format
@@ -89,8 +91,20 @@ def scan_save(save: RunSave, settings: ScanPlan) -> SaveFacts:
             facts.problems.append(("fp8-scale", module, text))
         catalogue.check_unchanged()
     except MegtoolError as e:
-        facts.problems.append(_problem(e))
+        if not facts.is_open and _is_unknown_kind(e):
+            facts.unknown_kind = _problem(e)
+        else:
+            facts.problems.append(_problem(e))
     return facts
+
+
+def _is_unknown_kind(error: MegtoolError) -> bool:
+    """Whether an error says that megtool cannot read the kind, and not that a save is damaged."""
+    return (
+        isinstance(error, MissingPackageError)
+        or error.id == "not-a-checkpoint"
+        or error.id.startswith("unsupported")
+    )
 
 
 def _problem(error: MegtoolError) -> tuple[str, str, str]:

@@ -139,6 +139,6 @@ def _trainer_step(catalogue: Catalogue) -> int | None:
         return None
     try:
         value = json.loads(files.read_whole(path) or b"")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return _whole(value.get("global_step")) if isinstance(value, dict) else None

@@ -48,7 +48,16 @@ def audit(options: AuditOptions, *, progress: Progress = silent) -> AuditReport:
             watch.audit_ready(run, chosen, is_last=False)
     if options.watch is None or watch.is_done():
         watch.run_audit.finish(run)
-    return watch.report(run)
+    report = watch.report(run)
+    if report.saves and not report.findings and all(s.unknown_kind for s in report.saves):
+        raise FormatError(
+            f"none of the {len(report.saves)} saves is read: "
+            f"{(report.saves[0].unknown_kind or ('',) * 3)[2]}",
+            file=options.run,
+            hint="megtool cannot read what saved them, which says nothing against them",
+            error_id="not-a-checkpoint",
+        )
+    return report
 
 
 def _steps(options: AuditOptions, run: RunFolder) -> range | None:

@@ -22,6 +22,7 @@ from megtool.dtypes import dtype
 from megtool.errors import FormatError, UsageError
 from tests.support.checkpoints import extra_states, fp8_trained, run_faults
 from tests.support.counted_reads import CountedReads
+from tests.support.errors import raises
 
 
 def iteration(run: Path, step: int) -> Path:
@@ -416,3 +417,38 @@ def test_megatron_lm_5281_a_replica_that_is_not_what_was_saved(run: Path) -> Non
     report = audit(run)
     assert {f.step for f in report.findings if f.id == "flipped-bits"} == {6}
     assert report.exit_status == 7
+
+
+def _save_dcp(folder: Path, part: str, step: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    values = torch.Generator().manual_seed(step)
+    tensors = {f"layers.{i}.weight": torch.randn(8, 8, generator=values) for i in range(2)}
+    dcp.save({part: tensors}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_weights_in_a_folder_of_the_step_are_found(tmp_path: Path) -> None:
+    for step in (2, 4):
+        accelerate = tmp_path / "accelerate" / f"checkpoint-{step}"
+        _save_dcp(accelerate / "pytorch_model_fsdp_0", "model", step)
+        _save_dcp(accelerate / "optimizer_0", "optimizer", step)
+        torch.save({"last_epoch": step}, accelerate / "scheduler.pt")
+        olmo = tmp_path / "olmo" / f"step{step}"
+        _save_dcp(olmo / "model_and_optim", "model", step)
+        (olmo / "config.json").write_text('{"model": {}}')
+        (olmo / "train").mkdir()
+    for run, folder in (("accelerate", "pytorch_model_fsdp_0"), ("olmo", "model_and_optim")):
+        report = audit(tmp_path / run)
+        assert report.findings == ()
+        assert [Path(s.path).name for s in report.saves] == [folder, folder]
+        assert all(s.read_bytes == 2 * 8 * 8 * 4 for s in report.saves)
+    assert "step 2: not read: optimizer_0, scheduler.pt" in audit(tmp_path / "accelerate").notes
+
+
+def test_a_kind_that_is_not_read_is_no_damage(tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "weights.ot").write_bytes(b"weights")
+    with raises(FormatError, match="none of the 2 saves is read", id="not-a-checkpoint"):
+        audit(tmp_path)
