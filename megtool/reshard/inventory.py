@@ -10,6 +10,7 @@ from megtool.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.plan.copies import DroppedItem, Op, ReshardPlan
 from megtool.reshard.writers.target_spec import Target
 from megtool.source.checkpoint import CheckpointSource
+from megtool.source.unread_files import find_unread_files
 from megtool.storage.files import read_file
 
 TENSORS, OBJECTS, FILES = "tensors", "objects", "files"
@@ -129,4 +130,13 @@ def _sort_files(
             moved.append(name)
         else:
             derived.append(name)
+    for file in find_unread_files(source.catalogue):
+        reason = "it is training state in another program's pickle, which is not read"
+        if not file.is_state:
+            reason = "it is a copy of weights in another format, which is not read"
+        dropped.append(
+            DroppedItem(
+                name=file.name, reason=reason, num_bytes=file.num_bytes, is_lost=file.is_state
+            )
+        )
     return moved, derived, dropped

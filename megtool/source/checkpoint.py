@@ -276,7 +276,7 @@ def _without_quantization(
         return out
     try:
         value = json.loads(out["config.json"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return out
     text = value.get("text_config") if isinstance(value, dict) else None
     num_removed = 0
