@@ -284,7 +284,7 @@ def _find_field(path: Path) -> str | None:
             record = json.loads(next((line for line in lines if line.strip()), "{}"))
     except OSError as e:
         raise StorageError(f"cannot read: {e.strerror}", file=path) from e
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # the error is raised when the records are read
     return next((f for f in _FIELDS if isinstance(record, dict) and f in record), None)
 

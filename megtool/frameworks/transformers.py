@@ -135,7 +135,7 @@ def _make_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> Any:
     try:
         values = json.loads(files["config.json"], object_hook=_decode_float)
         kind = values["model_type"]
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise FormatError(
             "config.json has no model_type, or is damaged", file=checkpoint.location
         ) from e

@@ -170,7 +170,7 @@ def _parse_lines(text: str) -> Iterator[LogLine]:
     for row in text.splitlines(keepends=True):
         try:
             line = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("iteration"), int):
             yield {k: float(v) if v in _NOT_FINITE else v for k, v in line.items()}

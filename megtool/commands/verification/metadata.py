@@ -84,7 +84,7 @@ def _config(source: CheckpointSource) -> ModelConfig | None:
     try:
         values = json.loads(source.edited.get("config.json") or read_file(file))
         return detect_family(values).read_config(values)
-    except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError):
+    except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError):
         return None
 
 

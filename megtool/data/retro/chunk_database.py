@@ -66,7 +66,7 @@ def read_infos(project: Path) -> tuple[ChunkedDataset, ...]:
             "write_chunk_database()",
             error_id="source-not-found",
         ) from e
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, RecursionError) as e:
         raise FormatError(
             f"not the data sets of a chunk database: {e}", file=file, hint="build db/ again"
         ) from e

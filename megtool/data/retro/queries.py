@@ -147,7 +147,7 @@ def _describe(file: Path, digest: str) -> dict[str, Any]:
     try:
         text = file.read_text()
         description = json.loads(text)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise FormatError(f"not a description of samples: {e}", file=file, hint=_REBUILD) from e
     if not isinstance(description, dict) or _digest(text) != digest:
         raise FormatError(

@@ -314,7 +314,7 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(files[name])
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise FormatError(f"{name} is no JSON: {e}", hint=_HINT) from e
     if not isinstance(value, dict):
         raise FormatError(f"{name} holds no JSON object", hint=_HINT)

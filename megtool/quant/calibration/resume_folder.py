@@ -108,7 +108,7 @@ class ResumeFolder:
                 for key, value in values.items()
                 if stored[part][key] != value
             ]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             differences = ["kind"]
         if differences:
             raise CalibrationError(

@@ -83,6 +83,6 @@ def read_json(path: ObjectPath, info: ObjectInfo | None = None) -> dict[str, Any
     """
     try:
         values = json.loads(read_object(path, info) or b"")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

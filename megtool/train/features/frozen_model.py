@@ -197,7 +197,7 @@ class FrozenModelFeature(TrainingFeature, ABC):
         try:
             facts = json.loads(tensors.metadata["state"])
             format_version = facts["format"]
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise FormatError(f"it is not the state of the {self.called}: {e}", file=path) from e
         if format_version != _FORMAT:
             raise FormatError(

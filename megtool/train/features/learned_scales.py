@@ -361,7 +361,7 @@ class LearnedWeights:
         file = SafetensorsFile(path)
         try:
             is_known = json.loads(file.metadata["state"])["format"] == _FORMAT
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise FormatError(f"it has no learned scales: {e}", file=path) from e
         if not is_known:
             raise FormatError("its learned scales have another format", file=path)
