@@ -32,8 +32,9 @@ def build(body, num_warps=4, **constants):
         if name in FLOATS:
             return "fp32"
         if name.endswith("_ptr"):
-            return "*fp32" if name in WIDE else {"mask_ptr": "*i1"}.get(name, "*bf16")
-        return "i64" if name == "seed" else "i32"
+            other = {"mask_ptr": "*i1", "seed_ptr": "*i64"}
+            return "*fp32" if name in WIDE else other.get(name, "*bf16")
+        return "i32"
     kernel = compiled(body)
     source = ASTSource(kernel, {n: kind(n) for n in kernel.arg_names}, constants)
     made = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": num_warps})
