@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megtool.convert.dialects import CanonicalView
 from megtool.convert.families.family import Family
-from megtool.convert.families.read_back import TENSOR_FLAGS, check_read_back
 from megtool.digests.crc32c import Sidecar
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError, MissingPackageError
@@ -22,6 +21,7 @@ from megtool.formats.safetensors.quantization_config import (
     QUANT_KEYS,
     TRANSFORMS_KEY,
 )
+from megtool.source.held_settings import check_held, check_said
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import read_file
 from megtool.tensors.catalogue import Catalogue
@@ -133,6 +133,41 @@ class CheckpointSource:
         """Where a canonical tensor is read from."""
         return self.view.placements[self.repeats.get(name, name)]
 
+    def check_config(self, stored: Mapping[str, Any] | None = None) -> None:
+        """Refuse a config.json that the model's family reads as another model.
+
+        Without `stored`, its keys, they are those that the family makes of the model.
+
+        Raises:
+            MappingError: it does not hold a setting; the hint names families that do.
+        """
+        model = self.model
+        if model is None or model.family is None or not self.is_canonical:
+            return
+        if stored is None:
+            stored = model.family.write_config(self.config)
+        check_held(
+            model.family,
+            self.view,
+            self.config,
+            stored,
+            dropped=model.dropped,
+            is_partial=self.is_partial,
+        )
+
+    def check_said(
+        self, family: Family, describe: Callable[[ModelConfig], object], place: str
+    ) -> None:
+        """Refuse a file that would be the same without a setting of the model.
+
+        `describe` makes what the file says of a configuration of `family`; `place` names it.
+
+        Raises:
+            MappingError: it does not hold a setting.
+        """
+        dropped = self.model.dropped if self.model else {}
+        check_said(family, self.config, describe, place=place, dropped=dropped)
+
     def attachments(self) -> dict[str, Path]:
         """Small files of the model's Hugging Face folder, by their path inside it."""
         if self.like is not None:
@@ -221,12 +256,7 @@ def collect_hf_files(source: CheckpointSource, dtype: DType | None) -> dict[str,
     """
     files, model = _collect_files(source, dtype), source.model
     if model is not None and model.family is not None:
-        check_read_back(
-            source.config,
-            model.family,
-            json.loads(files["config.json"]),
-            ignored={*model.dropped, *(TENSOR_FLAGS if source.is_partial else ())},
-        )
+        source.check_config(json.loads(files["config.json"]))
     return files
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megtool.convert.config.activation import Activation
-from megtool.convert.config.keys import REQUIRED, Default, Key, OneOf
-from megtool.convert.config.moe import Noted
-from megtool.convert.families.detection import families
+from megtool.convert.config.keys import REQUIRED, Default, Derived, Key, OneOf
+from megtool.convert.config.moe import Assumed, Noted
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TEXT_CONFIG, TIED
 from megtool.convert.language.canonical import VOCABULARY
 from megtool.errors import MappingError, UsageError, listed
-from megtool.spec.meaning import compare_functions
+from megtool.spec.meaning import compare_functions, function_fields
 from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
+
+_BY_TENSORS = ("tied_embeddings", "shared_norm", "tied_values", "layer_kinds", "no_rope_layers")
+"""Fields that files say by their tensors, or an architecture by its name."""
 
 TENSOR_FLAGS = frozenset(w.flag for w in VOCABULARY.values() if w.flag is not None)
 """Fields that tensors say: whether there are optional ones."""
@@ -51,27 +53,24 @@ def find_lost_settings(
     )
 
 
-def check_read_back(
+def find_lost_in_class(
     config: ModelConfig,
     family: Family,
     stored: Mapping[str, Any],
     *,
     ignored: Collection[str] = (),
-) -> None:
-    """Refuse keys of a config.json that the family reads as another model.
+) -> tuple[LostSetting, ...]:
+    """Return the fields of a model that keys of a config.json do not say, as the family reads it.
 
     `ignored` are fields that are not compared, and neither is what tensors say of the head.
 
     Raises:
-        MappingError: a setting would be lost; the message names it, and the hint who holds it.
+        MappingError: the family cannot read them.
     """
     written = family.read_config(stored)
     if family.head_unties or (family.nested is not None and TIED not in stored):
         ignored = {*ignored, "tied_embeddings"}
-    if lost := find_lost_settings(config, written, ignored=ignored):
-        raise lost_settings_error(
-            lost, f"config.json of {family.name!r}", find_holders(config, ignored)
-        )
+    return find_lost_settings(config, written, ignored=ignored)
 
 
 def lost_settings_error(
@@ -91,15 +90,13 @@ def lost_settings_error(
     )
 
 
-def find_holders(config: ModelConfig, ignored: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the families whose config.json holds all settings of a model."""
-    return tuple(f.name for f in families() if holds(f, config, ignored))
-
-
 def holds(family: Family, config: ModelConfig, ignored: Collection[str] = ()) -> bool:
     """Return whether a family's config.json holds all settings of a model."""
     both_ways = bool(family.traits.get("bidirectional"))
+    has_experts = any(getattr(s, "field", None) == "num_experts" for s in family.config)
     if family.nested is not None or both_ways != config.bidirectional:
+        return False
+    if has_experts and not config.moe.num_experts:
         return False
     bare = config.with_fields(extra={})
     try:
@@ -150,7 +147,7 @@ def without_settings(
     Raises:
         UsageError: no model is without such a setting.
     """
-    usual = _usual_values(family) if family else {}
+    usual = usual_values(family) if family else {}
     dropped: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name in names:
@@ -170,8 +167,8 @@ def without_settings(
     return config.with_fields(**values), dropped
 
 
-def _usual_values(family: Family) -> dict[str, Any]:
-    """The values of fields where a family's config.json says none."""
+def usual_values(family: Family) -> dict[str, Any]:
+    """Return the values of fields where a family's config.json says none."""
     out: dict[str, Any] = {}
     for setting in family.settings:
         if isinstance(setting, Activation):
@@ -184,3 +181,30 @@ def _usual_values(family: Family) -> dict[str, Any]:
         elif isinstance(setting, Noted):
             out.setdefault(setting.field, setting.default)
     return out | dict(family.traits)
+
+
+def find_unsaid(
+    config: ModelConfig, family: Family, describe: Callable[[ModelConfig], object]
+) -> tuple[LostSetting, ...]:
+    """Return the settings of a model that a file which nothing reads back does not say.
+
+    `describe` makes what the file says of a configuration, and raises `MappingError` where it
+    cannot be written. A setting that is not the family's usual one is said if without it the file
+    would be another. What tensors or the family's class say is not looked at.
+    """
+    implied = {*TENSOR_FLAGS, *_BY_TENSORS}
+    implied |= {s.field for s in family.settings if isinstance(s, Assumed | Derived)}
+    usual = usual_values(family)
+    said = describe(config)
+    out: list[LostSetting] = []
+    for name in function_fields(config):
+        value = usual.get(name, CONFIG_FIELDS[name].default)
+        if value is MISSING or name in implied or config.get(name) == value:
+            continue
+        try:
+            without = config.with_fields(**{name: value})
+            if name in compare_functions(config, without) and describe(without) == said:
+                out.append(LostSetting(field=name, value=config.get(name), computed=value))
+        except MappingError:  # the file cannot be that of such a model
+            continue
+    return tuple(out)

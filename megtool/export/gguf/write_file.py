@@ -188,6 +188,12 @@ def _plan(
             hint="q4_0 or q8_0",
         )
     keys = build_model_keys(config, architecture, name=path.stem, file_type=file_type.name)
+    opened.check_config()
+    opened.check_said(
+        find_text_family(family, config),
+        lambda c: _describe(family, c),
+        f"a GGUF file of architecture {architecture.name!r}",
+    )
     keys |= lists | dict(_tokenizer(opened, config.embedding.vocab_size, options.pre_tokenizer))
     places, sources = {n: opened.placement_of(n) for n in canonical}, dict(opened.view.placements)
     if architecture.is_latent:
@@ -232,6 +238,12 @@ def _plan(
         notes.append(_note_importance(contents))
     notes += [part.note for part in left_out if part.note]
     return _PlannedFile(plan=plan, notes=notes, importance=importance, named=contents.named)
+
+
+def _describe(family: Family, config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
+    """What a file's metadata says of a configuration."""
+    architecture = find_architecture(family, config)
+    return architecture.name, build_model_keys(config, architecture, name="", file_type="F32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,11 @@ from megtool.export.quantized_module import QuantizedModules
 from megtool.export.report import ExportReport
 from megtool.export.small_tensors import SmallTensorReader
 from megtool.export.staged_export import PlannedExport
+from megtool.export.trtllm_legacy.config import build_config_json
 from megtool.export.trtllm_legacy.layout import check_family
 from megtool.export.trtllm_legacy.plan import LegacyModel, TrtllmLegacyPlan, plan_trtllm_legacy
 from megtool.export.trtllm_legacy.quantized_weights import QuantizedWeights, find_quantized_weights
+from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.formats.safetensors.quantization_config import quantization_config
 from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import SourceOptions
@@ -31,6 +33,7 @@ from megtool.reshard.execute import source_paths
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.source.open import open_source
 from megtool.source.repeated_tensors import find_false_copies
+from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
 
@@ -127,6 +130,8 @@ def _plan(
             folder, model.placements, model.shapes, values, are_decoded=bool(model.algo)
         )
     kind, note = _choose_dtype(opened, dtype, None if model.algo else weights)
+    opened.check_config()
+    _check_settings(opened, model)
     legacy = plan_trtllm_legacy(
         model,
         catalogue,
@@ -150,6 +155,31 @@ def _plan(
         options=repr((__version__, "trtllm-legacy")),
     )
     return legacy, plan, catalogue
+
+
+def _check_settings(opened: CheckpointSource, model: LegacyModel) -> None:
+    """Refuse a model of which config.json says no more than of another.
+
+    Raises:
+        MappingError: it does not hold a setting.
+    """
+    if opened.model is None or opened.model.family is None:
+        return
+
+    def describe(config: ModelConfig) -> bytes:
+        check_family(model.family, config)
+        words = config.embedding.vocab_size
+        cut = RankLayout(config=config, tp=1, pp=1, ep=1, vocab_size=words, vocab_rows=words)
+        return build_config_json(
+            model.family,
+            cut,
+            dtype="float32",
+            architecture=model.architecture,
+            shares_table=False,
+            quantization={},
+        )
+
+    opened.check_said(opened.model.family, describe, "a legacy TensorRT-LLM checkpoint")
 
 
 def _read_quantized(opened: CheckpointSource) -> QuantizedModules | None:

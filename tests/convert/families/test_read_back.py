@@ -9,13 +9,15 @@ import pytest
 
 from megtool.convert.families.detection import family
 from megtool.convert.families.read_back import (
-    check_read_back,
     fields_called,
-    find_holders,
+    find_lost_in_class,
+    find_unsaid,
+    holds,
+    lost_settings_error,
     without_keys,
     without_settings,
 )
-from megtool.errors import MappingError, UsageError
+from megtool.errors import UsageError
 from megtool.spec.model_config import ModelConfig
 from tests.spec.test_meaning import EXPERTS, SIZES
 
@@ -26,27 +28,37 @@ def config(**fields: Any) -> ModelConfig:
 
 def test_a_setting_that_the_family_does_not_write() -> None:
     llama, model = family("llama"), config(softmax_scale=0.1)
-    with pytest.raises(MappingError) as caught:
-        check_read_back(model, llama, llama.write_config(model))
-    assert caught.value.id == "setting-lost"
-    assert "softmax_scale" in caught.value.message
-    assert "0.1" in caught.value.message
-    assert "--drop-setting softmax_scale" in str(caught.value.hint)
+    lost = find_lost_in_class(model, llama, llama.write_config(model))
+    assert [(s.field, s.value, s.computed) for s in lost] == [("softmax_scale", 0.1, None)]
+    assert not holds(llama, model)
+    error = lost_settings_error(lost, "config.json", ("granite",))
+    assert error.id == "setting-lost"
+    assert "attention_multiplier in Hugging Face" in error.message
+    assert "--family granite" in str(error.hint)
+    assert "--drop-setting softmax_scale" in str(error.hint)
 
 
 def test_a_key_that_a_table_has_forgotten() -> None:
     qwen = family("qwen3_moe")
     model = config(**EXPERTS, qk_norm=True)
-    check_read_back(model, qwen, qwen.write_config(model))
+    assert holds(qwen, model)
     forgotten = tuple(s for s in qwen.config if getattr(s, "key", "") != "norm_topk_prob")
     careless = replace(qwen, config=forgotten)
-    with pytest.raises(MappingError, match="router_pre_softmax"):
-        check_read_back(model, qwen, careless.write_config(model))
+    lost = find_lost_in_class(model, qwen, careless.write_config(model))
+    assert [s.field for s in lost] == ["router_pre_softmax"]
 
 
-def test_who_holds_a_setting() -> None:
-    assert "qwen3" in find_holders(config(qk_norm=True))
-    assert "llama" not in find_holders(config(qk_norm=True))
+def test_what_tensors_say_is_compared_too() -> None:
+    assert holds(family("qwen3"), config(qk_norm=True))
+    assert not holds(family("qwen3"), config())
+    assert not holds(family("qwen2"), config())
+    assert not holds(family("qwen3_moe"), config(qk_norm=True))
+
+
+def test_a_file_that_says_the_same_of_two_models() -> None:
+    llama, model = family("llama"), config(window_size=8, rope_base=5.0)
+    lost = find_unsaid(model, llama, lambda c: (c.positions.rope_base, c.norms.norm_eps))
+    assert [s.field for s in lost] == ["window_size"]
 
 
 def test_names_of_settings() -> None:
