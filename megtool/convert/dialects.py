@@ -16,6 +16,7 @@ from megtool.convert.config.hybrid import (
     needs_hybrid,
     to_hybrid,
 )
+from megtool.convert.families.class_form import ClassForm
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TIED
 from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
@@ -76,12 +77,14 @@ def read_side(
     config: ModelConfig | None = None,
     partial: bool = False,
     blocks: int = 1,
+    form: ClassForm | None = None,
 ) -> CanonicalView:
     """Read stored tensors as canonical ones.
 
     Without `dialect` it is detected from the names, and is `identity` (every stored tensor is its
     own canonical one) where the family or configuration that it needs is not given. `partial`
-    allows canonical tensors to be missing. `blocks` are those of `CanonicalModel`.
+    allows canonical tensors to be missing. `blocks` are those of `CanonicalModel`. Megatron's
+    tensors are read in `form`, and `config` is that of the form then.
 
     Raises:
         MappingError: left-over or missing tensors, or shapes that disagree.
@@ -119,7 +122,7 @@ def read_side(
         family=family,
         is_hybrid=is_hybrid,
     )
-    unmatched = _read_states(model, by_state, out)
+    unmatched = _read_states(model, by_state, out, form)
     if config.extra and not any(n.startswith("mtp.") for n in out.canonical):
         config = config.with_fields(num_mtp_layers=0)  # config.json counts what transformers lacks
         model = CanonicalModel(config, model.vocabulary, blocks)
@@ -216,7 +219,10 @@ def _sorted_by_state(
 
 
 def _read_states(
-    model: CanonicalModel, by_state: Mapping[str, Mapping[str, GlobalTensor]], out: CanonicalView
+    model: CanonicalModel,
+    by_state: Mapping[str, Mapping[str, GlobalTensor]],
+    out: CanonicalView,
+    form: ClassForm | None,
 ) -> list[str]:
     """Add the table's matches to `out`; returns the names of stored tensors that match no row.
 
@@ -233,6 +239,7 @@ def _read_states(
         per_layer = megatron_names.is_per_layer(tensors_of_state)
         if per_layer not in bindings:
             table = _table(out.dialect, out.family, per_layer=per_layer)
+            table = form.table(table) if form and out.dialect == "megatron" else table
             bindings[per_layer] = Binding(table, model)
         if out.dialect in _STATE_DICTS:
             tensors_of_state = _unwrapped(tensors_of_state, bindings[per_layer])

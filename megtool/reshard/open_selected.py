@@ -81,6 +81,7 @@ def _open(
         optimizer=has_optimizer,
         prove_all=target.verify_master_weights,
         for_format=target.to or "dcp",
+        as_class=target.to in ("hf", "safetensors"),
     )
     if select is not None:
         source = without_excluded_mtp(source)

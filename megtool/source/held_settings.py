@@ -66,8 +66,19 @@ def check_said(
 
 
 def find_fitting_families(view: CanonicalView, config: ModelConfig) -> tuple[str, ...]:
-    """Return the families that hold all settings of a model, and have places for its tensors."""
-    return tuple(f.name for f in families() if holds(f, config) and _has_places(f, view, config))
+    """Return the families that hold all settings of a model, and have places for its tensors.
+
+    The best known come first, and those that say the least of a model.
+    """
+    fitting = [f for f in families() if holds(f, config) and _has_places(f, view, config)]
+    fitting.sort(
+        key=lambda f: (
+            not f.torchtitan,
+            not f.gguf,
+            len(f.config) + len(f.traits) + len(f.vocabulary),
+        )
+    )
+    return tuple(f.name for f in fitting)
 
 
 def _has_places(family: Family, view: CanonicalView, config: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
+from megtool.convert.families.class_form import are_other_forms, find_class_form
 from megtool.convert.families.detection import detect_family, family
 from megtool.convert.families.label_head import with_label_head
 from megtool.convert.families.read_back import fields_called, without_keys, without_settings
@@ -112,6 +113,7 @@ def open_source(
     optimizer: bool = True,
     prove_all: bool = False,
     for_format: str | None = None,
+    as_class: bool = False,
 ) -> CheckpointSource:
     """Open a checkpoint and identify its model, from headers and small files alone.
 
@@ -128,6 +130,7 @@ def open_source(
         prove_all: Compare every master weight with its weight, not some elements.
         for_format: The format that will be written: a state dict of several parts keeps its names
             where that is its own format.
+        as_class: Read a Megatron model in the form that its family's class has (`class_form`).
 
     Raises:
         FormatError: no checkpoint, or a damaged one.
@@ -176,7 +179,9 @@ def open_source(
         is_partial=tensors.select is not None,
         lenient=lenient,
         for_format=for_format,
+        as_class=as_class,
     )
+    has_form = model is not None and config is not None and are_other_forms(model.config, config)
     if for_format and reason and not (lenient or isinstance(reason, UnknownFamilyError)):
         _LOG.warning("%s; all tensors keep their names", reason.message)
     if prove_all and "registration_order" not in catalogue.metadata:  # else it is proved already
@@ -193,7 +198,7 @@ def open_source(
         model=model,
         reason=reason,
         view=side,
-        sidecar=sidecar,
+        sidecar=None if has_form else sidecar,
         like=options.like,
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
@@ -346,6 +351,7 @@ def bind_names(
     is_partial: bool,
     lenient: bool,
     for_format: str | None,
+    as_class: bool = False,
 ) -> tuple[ModelIdentity | None, MappingError | None, CanonicalView]:
     """The model as its tensors show it, why it is not known, and its tensors by canonical names.
 
@@ -354,15 +360,19 @@ def bind_names(
     """
     names = [t.name for t in catalogue.tensors]
     dialect = _choose_dialect(catalogue, names, model, for_format)
+    form = None
+    if as_class and dialect == "megatron" and model is not None and model.family is not None:
+        form = find_class_form(model.config, model.family)
 
     def read(tensors: Sequence[GlobalTensor]) -> CanonicalView:
         return read_side(
             tensors,
             dialect=dialect,
             family=model.family if model else None,
-            config=model.config if model else None,
+            config=form.config if form else model.config if model else None,
             partial=is_partial,
             blocks=tensor_blocks(catalogue),
+            form=form,
         )
 
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -234,10 +235,28 @@ class Noted(Setting):
         return ()
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """The field, where no key was kept and the field is the key's value."""
-        value = config.get(self.field)
-        if self.key not in config.extra and self.expression == "x" and value != self.default:
-            into[self.key] = value
+        """The key that reads as the field, unless the one that was kept does, or none."""
+        fields = config.to_fields()
+        want = fields[self.field]
+        if want is None and self.field == "softmax_scale":
+            want = config.attention.head_dim**-0.5
+        if self.key in into or self._reads_as(config.extra, fields, want):
+            return
+        for value in _inverses(want):
+            if self._reads_as({self.key: value}, fields, want):
+                into[self.key] = value
+                return
+
+    def _reads_as(self, stored: Mapping[str, Any], fields: Mapping[str, Any], want: Any) -> bool:
+        out = dict(fields)
+        try:
+            self.read(stored, out)
+        except (ArithmeticError, TypeError, MappingError):
+            return False
+        value = out[self.field]
+        if isinstance(value, float | int) and isinstance(want, float | int):
+            return math.isclose(value, want, rel_tol=1e-9)
+        return bool(value == want)
 
     def complete(self, into: dict[str, Any], unsaid: Collection[str]) -> tuple[str, ...]:
         """Set the field to its default."""
@@ -245,6 +264,15 @@ class Noted(Setting):
             return ()
         self.read({}, into)
         return (self.key,)
+
+
+def _inverses(value: Any) -> Iterator[Any]:
+    """Values of a key that may read as a field's value."""
+    yield value
+    if isinstance(value, float | int) and value > 0:
+        for inverse in (1 / value, value**-2):
+            yield round(inverse) if math.isclose(inverse, round(inverse)) else inverse
+    yield from (True, False)
 
 
 @dataclass(frozen=True, slots=True)

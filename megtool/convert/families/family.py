@@ -105,6 +105,8 @@ class Family:
             "architectures": [self.architectures[0]],
             "model_type": self.model_types[0],
         }
+        if not config.extra:  # a class's own default may be no word of this model
+            constants["pad_token_id"] = None
         out = write_settings(self.config, config, constants)
         if dtype is not None:
             out["dtype" if "dtype" in out else "torch_dtype"] = dtype

@@ -97,7 +97,7 @@ def export_gguf(
     )
     _check_importance(options, file_type)
     _check_saved(options.save_imatrix, destination)
-    opened = open_source(source, model, optimizer=False)
+    opened = open_source(source, model, optimizer=False, as_class=True)
     planned = _plan(opened, destination, file_type, options)
     report = ExportReport(
         source=str(source),

@@ -83,7 +83,7 @@ def export_trtllm_legacy(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     start = time.monotonic()
-    opened = open_source(source, model, optimizer=False)
+    opened = open_source(source, model, optimizer=False, as_class=True)
     system = files or Files()
     with ExitStack() as stack:
         legacy, plan, catalogue = _plan(opened, layout, dtype, system, stack)

@@ -1,0 +1,222 @@
+"""Settings of a Megatron model: transformers computes them as written, or they are refused.
+
+The truth of a Megatron checkpoint is megtool's own forward pass, which tests/fidelity compares with
+megatron-core's; what was written is run by transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megtool.digests.crc32c import SIDECAR
+from megtool.errors import MappingError
+from megtool.inference.load import load
+from megtool.model.batch import Batch
+from megtool.options.execution import ExecutionOptions
+from megtool.options.groups import AdaptedSource, SourceOptions
+from megtool.options.selection import SourceSelection
+from megtool.options.target import TargetOptions
+from megtool.reshard.run import reshard_checkpoint
+from megtool.source.open import open_source
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS, HIDDEN, HEADS, GROUPS, SIZE, WIDTH, WORDS, EXPERTS = 2, 32, 4, 2, 8, 48, 64, 4
+ARGS: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_query_groups": GROUPS,
+    "group_query_attention": True,
+    "kv_channels": SIZE,
+    "ffn_hidden_size": WIDTH,
+    "padded_vocab_size": WORDS,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 64,
+    "seq_length": 64,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "untie_embeddings_and_output_weights": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "iteration": 1,
+}
+MOE = {
+    "num_experts": EXPERTS,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": WIDTH,
+    "moe_grouped_gemm": False,
+}
+UNGATED = {"swiglu": False}
+TOKENS = torch.arange(3, 51)[None] % WORDS
+LAYER = "decoder.layers."
+
+
+def save(folder: Path, changed: Mapping[str, Any]) -> Path:
+    """Save a tiny model as torch_dist, as Megatron names its tensors."""
+    args = ARGS | changed
+    made = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int, by: float = 0.3) -> Tensor:
+        return torch.randn(*shape, generator=made) * by
+
+    rows = (HEADS + 2 * GROUPS) * SIZE
+    gated = 2 if args["swiglu"] or args.get("gated_linear_unit") or args.get("quick_geglu") else 1
+    tensors = {
+        "embedding.word_embeddings.weight": noise(WORDS, HIDDEN, by=1.0),
+        "output_layer.weight": noise(WORDS, HIDDEN),
+        "decoder.final_layernorm.weight": 1 + noise(HIDDEN),
+        f"{LAYER}self_attention.linear_qkv.weight": noise(LAYERS, rows, HIDDEN),
+        f"{LAYER}self_attention.linear_qkv.layer_norm_weight": 1 + noise(LAYERS, HIDDEN),
+        f"{LAYER}self_attention.linear_proj.weight": noise(LAYERS, HIDDEN, HEADS * SIZE),
+    }
+    norm = 1 + noise(LAYERS, HIDDEN)
+    if args.get("num_experts"):
+        fc1 = noise(LAYERS, EXPERTS, gated * WIDTH, HIDDEN)
+        fc2 = noise(LAYERS, EXPERTS, HIDDEN, WIDTH)
+        tensors |= {
+            f"{LAYER}pre_mlp_layernorm.weight": norm,
+            f"{LAYER}mlp.router.weight": noise(LAYERS, EXPERTS, HIDDEN),
+            f"{LAYER}mlp.experts.experts.linear_fc1.weight": fc1,
+            f"{LAYER}mlp.experts.experts.linear_fc2.weight": fc2,
+        }
+    else:
+        tensors |= {
+            f"{LAYER}mlp.linear_fc1.layer_norm_weight": norm,
+            f"{LAYER}mlp.linear_fc1.weight": noise(LAYERS, gated * WIDTH, HIDDEN),
+            f"{LAYER}mlp.linear_fc2.weight": noise(LAYERS, HIDDEN, WIDTH),
+        }
+    if args.get("qk_layernorm"):
+        for name in ("q", "k"):
+            name = f"{LAYER}self_attention.{name}_layernorm.weight"
+            tensors[name] = 1 + noise(LAYERS, SIZE)
+    if args.get("add_qkv_bias"):
+        tensors[f"{LAYER}self_attention.linear_qkv.bias"] = noise(LAYERS, rows)
+    folder.mkdir()
+    dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
+    common = {"args": argparse.Namespace(**args), "iteration": 1, "checkpoint_version": 3.0}
+    torch.save(common, folder / "common.pt")
+    kinds = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {"sharded_backend_version": 1, "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(kinds | versions))
+    return folder
+
+
+def reshard(source: Path, destination: Path, family: str, drop: tuple[str, ...] = ()) -> None:
+    reading = AdaptedSource(family=family, drop_setting=drop)
+    target = TargetOptions(to="hf", destination=destination)
+    reshard_checkpoint(source, SourceSelection(reading=reading), target, ExecutionOptions())
+
+
+def truth(source: Path, family: str) -> Tensor:
+    decoder = load(open_source(source, SourceOptions(family=family)), dtype="float32")
+    with torch.no_grad():
+        logits: Tensor = decoder(Batch(tokens_BS=TOKENS))
+    return logits
+
+
+def computed(folder: Path) -> Tensor:
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    with torch.no_grad():
+        logits: Tensor = model(TOKENS).logits
+    return logits
+
+
+def words(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+HALVES = {"rotary_interleaved": True}
+ONE_P = {"apply_layernorm_1p": True}
+GATED = {"swiglu": False, "gated_linear_unit": True}
+EVERY_OTHER = {"window_size": (7, 0), "window_attn_skip_freq": 2}
+BIASES, NORMS_OF_HEADS = {"add_qkv_bias": True}, {"qk_layernorm": True}
+CARRIED: list[tuple[str, str, dict[str, Any]]] = [
+    ("plain", "llama", {}),
+    ("zero-centred norms", "llama", ONE_P),
+    ("rotary pairs side by side", "llama", HALVES),
+    ("both, with norms of heads", "qwen3", HALVES | ONE_P | NORMS_OF_HEADS),
+    ("pairs, with biases", "qwen2", HALVES | BIASES),
+    ("pairs of halves", "ernie4_5", {}),
+    ("gated squared ReLU", "llama", GATED | {"squared_relu": True}),
+    ("quick GELU", "llama", {"swiglu": False, "quick_geglu": True}),
+    ("windows in every other layer", "qwen2", EVERY_OTHER | BIASES),
+    ("Llama 3's scaling", "llama", {"use_rope_scaling": True, "rope_scaling_factor": 32.0}),
+    ("layers without rotary embedding", "smollm3", {"no_rope_freq": 2}),
+    ("half of heads turns", "phi3", {"rotary_percent": 0.5}),
+    ("experts", "mixtral", MOE),
+    ("experts, zero-centred norms", "mixtral", MOE | ONE_P),
+    ("shares over all", "qwen3_moe", MOE | NORMS_OF_HEADS | {"moe_router_pre_softmax": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "changed"), CARRIED, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_transformers_computes_what_was_written(
+    name: str, family: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    source = save(tmp_path / "megatron", changed)
+    reshard(source, tmp_path / "hf", family)
+    want, got = truth(source, family), computed(tmp_path / "hf")
+    scale = float(want.abs().max())
+    assert float((want - got).abs().max()) < 1e-4 * scale, name
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("position_embedding", "llama", {"position_embedding_type": "none"}, ""),
+    ("qk_l2_norm", "llama", {"qk_l2_norm": True}, ""),
+    ("activation_limit", "llama", {"activation_func_clamp_value": 0.5}, ""),
+    ("glu_offset", "llama", {"glu_linear_offset": 1.0}, ""),
+    ("no_rope_layers", "llama", {"no_rope_freq": 2}, "smollm3"),
+    ("gated", "llama", UNGATED | {"squared_relu": True}, "arcee"),
+    ("qkv_bias", "qwen2", {}, "llama"),
+    ("qk_norm", "qwen3", {}, "llama"),
+    ("router_score", "mixtral", MOE | {"moe_router_score_function": "sigmoid"}, ""),
+    ("router_pre_softmax", "mixtral", MOE | {"moe_router_pre_softmax": True}, ""),
+    ("router_scaling", "mixtral", MOE | {"moe_router_topk_scaling_factor": 2.5}, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "family", "changed", "holder"), REFUSED, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_what_the_class_cannot_hold_is_refused_by_name(
+    field: str, family: str, changed: dict[str, Any], holder: str, tmp_path: Path
+) -> None:
+    source = save(tmp_path / "megatron", changed)
+    with pytest.raises(MappingError) as caught:
+        reshard(source, tmp_path / "hf", family)
+    assert caught.value.id in ("setting-lost", "unsupported-setting", "unsupported-model")
+    if caught.value.id == "setting-lost":
+        assert field in caught.value.message
+        assert f"--drop-setting {field}" in str(caught.value.hint)
+        assert holder in str(caught.value.hint)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_dropped_setting_is_recorded(tmp_path: Path) -> None:
+    source = save(tmp_path / "megatron", {"qk_l2_norm": True})
+    reshard(source, tmp_path / "hf", "llama", drop=("qk_l2_norm",))
+    plain = save(tmp_path / "plain", {})
+    assert torch.allclose(computed(tmp_path / "hf"), truth(plain, "llama"), atol=1e-4)
+    record = json.loads((tmp_path / "hf" / SIDECAR).read_text())
+    assert record["dropped_settings"] == {"qk_l2_norm": True}
