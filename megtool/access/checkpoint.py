@@ -146,6 +146,7 @@ def open_checkpoint(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    drop_setting: str | Sequence[str] = (),
     adapter: AdapterLocations = (),
     optimizer: bool = True,
     framework: str = "numpy",
@@ -162,6 +163,7 @@ def open_checkpoint(
             (Transformer Engine's) are left out.
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
+        drop_setting: Settings, by name, that the model is taken to be without.
         iteration: Which iteration of a save folder; by default the latest.
         adapter: The folder of an adapter (LoRA), or several, to merge into the weights as they are
             read, without optimizer state; their bits are those that `megtool.reshard` writes.
@@ -179,7 +181,12 @@ def open_checkpoint(
         refuse_adapter_of_open(adapter)
         return location
     headers, options = read_headers(
-        location, family=family, like=like, iteration=iteration, adapter=adapter
+        location,
+        family=family,
+        like=like,
+        iteration=iteration,
+        drop_setting=drop_setting,
+        adapter=adapter,
     )
     source = identify(headers, options, optimizer=optimizer)
     return Checkpoint(source, framework=framework, threads=threads)
@@ -204,6 +211,7 @@ def read_headers(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    drop_setting: str | Sequence[str] = (),
     adapter: AdapterLocations = (),
 ) -> tuple[Headers, AdaptedSource]:
     """The headers of a checkpoint, and what is said of its model; see `open_checkpoint`.
@@ -217,6 +225,7 @@ def read_headers(
         family=family,
         like=None if like is None else to_location(like),
         iteration=None if iteration is None else str(iteration),
+        drop_setting=drop_setting,  # type: ignore[arg-type] # converted
         adapter=adapter,  # type: ignore[arg-type] # converted
     )
     return Headers.read(to_location(location), options), options
@@ -251,6 +260,7 @@ def stream(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    drop_setting: str | Sequence[str] = (),
     adapter: AdapterLocations = (),
     threads: int | None = None,
     progress: Progress = silent,
@@ -270,6 +280,7 @@ def stream(
         family=family,
         like=like,
         iteration=iteration,
+        drop_setting=drop_setting,
         adapter=adapter,
         optimizer=False,
         threads=threads,

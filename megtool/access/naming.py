@@ -70,6 +70,8 @@ def name_tensors(
     """
     if naming not in NAMINGS:
         raise UsageError(f"the naming {naming!r} is unknown", hint=f"known: {', '.join(NAMINGS)}")
+    if naming == "hf" and source.view.dialect == "megatron":
+        source.check_config()  # whoever loads them has the class's settings
     view = _canonical_view(source, naming)
     if parallel is not None:
         if view.dialect == "identity":

@@ -107,6 +107,7 @@ def load_state_dict(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    drop_setting: str | Sequence[str] = (),
     adapter: AdapterLocations = (),
     threads: int | None = None,
     progress: Progress = silent,
@@ -131,6 +132,7 @@ def load_state_dict(
         strict: False leaves tensors alone that the checkpoint does not have.
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
+        drop_setting: Settings, by name, that the model is taken to be without.
         iteration: Which iteration of a save folder; by default the latest.
         adapter: The folder of an adapter (LoRA), or several, to merge into the weights.
         threads: How many threads read.
@@ -164,7 +166,8 @@ def load_state_dict(
         naming=naming,
         parallel=parallel,
         rank=rank or 0,
-        known={"family": family, "like": like, "iteration": iteration, "adapter": adapter},
+        known={"family": family, "like": like, "iteration": iteration, "adapter": adapter}
+        | {"drop_setting": drop_setting},
     )
     stored = _stored_names(named, state)
     present, missing = check_fit(place, named, stored, requests, state, strict=strict)
@@ -252,7 +255,8 @@ def _open_fitting(
         checkpoint = location
     else:
         headers, options = read_headers(location, **known)
-        is_plain = not (known["family"] or known["like"] or known["adapter"] or parallel)
+        says = ("family", "like", "drop_setting", "adapter")
+        is_plain = not (any(known.get(name) for name in says) or parallel)
         if naming in (None, "stored") and is_plain:
             as_stored = _find_as_named(headers.catalogue, requests)
             if as_stored is not None:

@@ -30,7 +30,7 @@ class PlannedExport:
     `expected` are CRC-32C of source tensors by canonical name, compared as they are read. With
     `overflow_hint`, numbers too large for float16 are refused. `is_file`: the destination is one
     file. `start` is when the export began (`time.monotonic`). `rotation` is the record of it that
-    the source has (see `Sidecar`).
+    the source has (see `Sidecar`), and `dropped_settings` are those that the user has left out.
     """
 
     plan: ReshardPlan
@@ -41,6 +41,7 @@ class PlannedExport:
     is_file: bool = False
     start: float
     rotation: Mapping[str, Any] | None = None
+    dropped_settings: Mapping[str, Any] | None = None
 
     def write(
         self, destination: Path, execution: ExecutionOptions, files: Files, progress: Progress
@@ -73,13 +74,19 @@ class PlannedExport:
             return report
 
         def finish(copied: CopyReport) -> None:
-            record = None if execution.digest_mode is DigestMode.NONE else self.rotation
+            is_recorded = execution.digest_mode is not DigestMode.NONE
             write_digests(
                 self.plan,
                 stage,
                 copied,
                 execution.digest_mode,
-                tensors=Sidecar(names="stored", tool=TOOL, tensors={}, rotation=record),
+                tensors=Sidecar(
+                    names="stored",
+                    tool=TOOL,
+                    tensors={},
+                    rotation=self.rotation if is_recorded else None,
+                    dropped_settings=self.dropped_settings if is_recorded else None,
+                ),
                 threads=execution.num_threads,
             )
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ def from_pretrained(
     family: str | None = None,
     like: str | Path | None = None,
     iteration: int | str | None = None,
+    drop_setting: str | Sequence[str] = (),
     adapter: AdapterLocations = (),
     device_map: Any = None,
     **model_arguments: Any,
@@ -68,6 +69,7 @@ def from_pretrained(
         dtype: The type of the weights; by default the one in config.json, or else that of most.
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take the configuration from.
+        drop_setting: Settings, by name, that the model is taken to be without.
         iteration: Which iteration of a save folder; by default the latest.
         adapter: The folder of an adapter (LoRA), or several, to merge into the weights as they are
             read; their bits are those that `megtool.reshard` writes.
@@ -96,6 +98,7 @@ def from_pretrained(
         family=family,
         like=like,
         iteration=iteration,
+        drop_setting=drop_setting,
         adapter=adapter,
         optimizer=False,
     )

@@ -53,6 +53,11 @@ class ModelIdentity:
     assumed: tuple[str, ...] = ()
     dropped: Mapping[str, Any] = field(default_factory=dict)
 
+    def describe_dropped(self) -> str:
+        """Say which settings the user has left out."""
+        names = ", ".join(f"{n}={v!r:.40}" for n, v in self.dropped.items())
+        return f"without settings that the model computes by, as --drop-setting says: {names}"
+
     @property
     def dropped_record(self) -> dict[str, Any] | None:
         """The dropped settings as plain data; None if there are none."""
@@ -136,7 +141,8 @@ class CheckpointSource:
     def check_config(self, stored: Mapping[str, Any] | None = None) -> None:
         """Refuse a config.json that the model's family reads as another model.
 
-        Without `stored`, its keys, they are those that the family makes of the model.
+        Without `stored`, its keys, they are those of the source, or what the family makes of the
+        model.
 
         Raises:
             MappingError: it does not hold a setting; the hint names families that do.
@@ -145,7 +151,7 @@ class CheckpointSource:
         if model is None or model.family is None or not self.is_canonical:
             return
         if stored is None:
-            stored = model.family.write_config(self.config)
+            stored = model.hf_config or model.family.write_config(self.config)
         check_held(
             model.family,
             self.view,

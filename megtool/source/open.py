@@ -158,6 +158,8 @@ def open_source(
         if options.family or options.like or options.drop_setting:
             raise
         reason = e
+    if model is not None and model.dropped:
+        _LOG.warning("the model is taken to be without %s", ", ".join(model.dropped))
     rotation = _find_rotation(catalogue, sidecar, None if model is fallback else model, options)
     if model is not None and has_own_head(catalogue, model):
         _LOG.info("the output layer is not the embedding, though config.json ties them: both stay")

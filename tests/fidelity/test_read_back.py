@@ -7,8 +7,10 @@ megatron-core's; what was written is run by transformers.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megtool.convert.families.detection import family
 from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MappingError
+from megtool.export.gguf import metadata_keys
+from megtool.export.gguf.write_file import export_gguf
+from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.options.execution import ExecutionOptions
+from megtool.options.gguf import GgufForm
 from megtool.options.groups import AdaptedSource, SourceOptions
+from megtool.options.layout import ParallelConfig
 from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.reshard.run import reshard_checkpoint
@@ -116,14 +124,14 @@ def save(folder: Path, changed: Mapping[str, Any]) -> Path:
     return folder
 
 
-def reshard(source: Path, destination: Path, family: str, drop: tuple[str, ...] = ()) -> None:
-    reading = AdaptedSource(family=family, drop_setting=drop)
+def reshard(source: Path, destination: Path, name: str, drop: tuple[str, ...] = ()) -> None:
+    reading = AdaptedSource(family=name, drop_setting=drop)
     target = TargetOptions(to="hf", destination=destination)
     reshard_checkpoint(source, SourceSelection(reading=reading), target, ExecutionOptions())
 
 
-def truth(source: Path, family: str) -> Tensor:
-    decoder = load(open_source(source, SourceOptions(family=family)), dtype="float32")
+def truth(source: Path, name: str) -> Tensor:
+    decoder = load(open_source(source, SourceOptions(family=name)), dtype="float32")
     with torch.no_grad():
         logits: Tensor = decoder(Batch(tokens_BS=TOKENS))
     return logits
@@ -148,6 +156,8 @@ HALVES = {"rotary_interleaved": True}
 ONE_P = {"apply_layernorm_1p": True}
 GATED = {"swiglu": False, "gated_linear_unit": True}
 EVERY_OTHER = {"window_size": (7, 0), "window_attn_skip_freq": 2}
+QUICK = {"swiglu": False, "quick_geglu": True}
+PRE_SOFTMAX = {"moe_router_pre_softmax": True}
 BIASES, NORMS_OF_HEADS = {"add_qkv_bias": True}, {"qk_layernorm": True}
 CARRIED: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "llama", {}),
@@ -157,28 +167,26 @@ CARRIED: list[tuple[str, str, dict[str, Any]]] = [
     ("pairs, with biases", "qwen2", HALVES | BIASES),
     ("pairs of halves", "ernie4_5", {}),
     ("gated squared ReLU", "llama", GATED | {"squared_relu": True}),
-    ("quick GELU", "llama", {"swiglu": False, "quick_geglu": True}),
+    ("quick GELU", "llama", QUICK),
     ("windows in every other layer", "qwen2", EVERY_OTHER | BIASES),
     ("Llama 3's scaling", "llama", {"use_rope_scaling": True, "rope_scaling_factor": 32.0}),
     ("layers without rotary embedding", "smollm3", {"no_rope_freq": 2}),
     ("half of heads turns", "phi3", {"rotary_percent": 0.5}),
     ("experts", "mixtral", MOE),
     ("experts, zero-centred norms", "mixtral", MOE | ONE_P),
-    ("shares over all", "qwen3_moe", MOE | NORMS_OF_HEADS | {"moe_router_pre_softmax": True}),
+    ("shares over all", "qwen3_moe", MOE | NORMS_OF_HEADS | PRE_SOFTMAX),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "family", "changed"), CARRIED, ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize(("what", "name", "changed"), CARRIED, ids=words)
 def test_transformers_computes_what_was_written(
-    name: str, family: str, changed: dict[str, Any], tmp_path: Path
+    what: str, name: str, changed: dict[str, Any], tmp_path: Path
 ) -> None:
     source = save(tmp_path / "megatron", changed)
-    reshard(source, tmp_path / "hf", family)
-    want, got = truth(source, family), computed(tmp_path / "hf")
+    reshard(source, tmp_path / "hf", name)
+    want, got = truth(source, name), computed(tmp_path / "hf")
     scale = float(want.abs().max())
-    assert float((want - got).abs().max()) < 1e-4 * scale, name
+    assert float((want - got).abs().max()) < 1e-4 * scale, what
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
@@ -196,15 +204,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("field", "family", "changed", "holder"), REFUSED, ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize(("field", "name", "changed", "holder"), REFUSED, ids=words)
 def test_what_the_class_cannot_hold_is_refused_by_name(
-    field: str, family: str, changed: dict[str, Any], holder: str, tmp_path: Path
+    field: str, name: str, changed: dict[str, Any], holder: str, tmp_path: Path
 ) -> None:
     source = save(tmp_path / "megatron", changed)
     with pytest.raises(MappingError) as caught:
-        reshard(source, tmp_path / "hf", family)
+        reshard(source, tmp_path / "hf", name)
     assert caught.value.id in ("setting-lost", "unsupported-setting", "unsupported-model")
     if caught.value.id == "setting-lost":
         assert field in caught.value.message
@@ -220,3 +226,75 @@ def test_a_dropped_setting_is_recorded(tmp_path: Path) -> None:
     assert torch.allclose(computed(tmp_path / "hf"), truth(plain, "llama"), atol=1e-4)
     record = json.loads((tmp_path / "hf" / SIDECAR).read_text())
     assert record["dropped_settings"] == {"qk_l2_norm": True}
+
+
+FORGOTTEN: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("llama", "rms_norm_eps", "norm_eps", {}),
+    ("llama", "rope_theta", "rope_base", {"rotary_base": 500000}),
+    ("qwen2", "hidden_act", "activation", QUICK | BIASES),
+    ("qwen2", "sliding_window", "window_size", EVERY_OTHER | BIASES),
+    ("qwen3", "rope_theta", "rope_scaling", NORMS_OF_HEADS | {"use_rope_scaling": True}),
+    ("smollm3", "no_rope_layers", "no_rope_layers", {"no_rope_freq": 2}),
+    ("phi3", "rope_theta", "rotary_percent", {"rotary_percent": 0.5}),
+    ("mixtral", "num_experts_per_tok", "num_experts_per_token", MOE | {"moe_router_topk": 3}),
+    ("qwen3_moe", "norm_topk_prob", "router_pre_softmax", MOE | NORMS_OF_HEADS | PRE_SOFTMAX),
+    ("ministral", "rms_norm_eps", "norm_eps", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "field", "changed"), FORGOTTEN, ids=words)
+def test_a_key_that_a_familys_table_forgets_is_noticed(
+    name: str,
+    key: str,
+    field: str,
+    changed: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = family(name)
+    kept = tuple(s for s in whole.config if getattr(s, "key", None) != key)
+    assert len(kept) < len(whole.config)
+    careless = replace(whole, config=kept)
+    monkeypatch.setattr(importlib.import_module(f"megtool.converters.{name}"), "FAMILY", careless)
+    source = save(tmp_path / "megatron", {"norm_epsilon": 1e-3} | changed)
+    with pytest.raises(MappingError, match=field) as caught:
+        reshard(source, tmp_path / "hf", name)
+    assert caught.value.id == "setting-lost"
+
+
+def test_metadata_that_a_gguf_writer_forgets_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = metadata_keys.build_model_keys
+
+    def careless(*args: Any, **more: Any) -> dict[str, Any]:
+        return {k: v for k, v in build(*args, **more).items() if "freq_base" not in k}
+
+    monkeypatch.setattr("megtool.export.gguf.write_file.build_model_keys", careless)
+    source = save(tmp_path / "megatron", {"rotary_base": 500000})
+    options = SourceOptions(family="llama")
+    with pytest.raises(MappingError, match="rope_base") as caught:
+        export_gguf(
+            source,
+            tmp_path / "model.gguf",
+            GgufForm(),
+            model=options,
+            execution=ExecutionOptions(),
+        )
+    assert caught.value.id == "setting-lost"
+
+
+def test_what_a_gguf_file_cannot_say_is_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "megatron", QUICK)
+    model, out, how = SourceOptions(family="llama"), tmp_path / "out.gguf", ExecutionOptions()
+    with pytest.raises(MappingError, match="activation") as caught:
+        export_gguf(source, out, GgufForm(), model=model, execution=how)
+    assert caught.value.id == "setting-lost"
+
+
+def test_what_tensorrt_llm_cannot_compute_is_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "megatron", EVERY_OTHER | BIASES)
+    model, out, how = SourceOptions(family="qwen2"), tmp_path / "out", ExecutionOptions()
+    with pytest.raises(MappingError, match="window_size") as caught:
+        export_trtllm_legacy(source, out, layout=ParallelConfig(), model=model, execution=how)
+    assert caught.value.id == "setting-lost"

@@ -113,6 +113,7 @@ def export_gguf(
         plan=planned.plan,
         report=report,
         sources=source_paths(opened),
+        dropped_settings=opened.model.dropped_record if opened.model else None,
         expected=expected_digests(opened),
         overflow_hint="--outtype bf16 or f32 holds them",
         is_file=True,
@@ -234,6 +235,8 @@ def _plan(
         options=repr((__version__, file_type.name, importance.digest if importance else "")),
     )
     notes = [*list_oddities(architecture, config), *_note_other_types(contents, file_type)]
+    if opened.model is not None and opened.model.dropped:
+        notes.insert(0, opened.model.describe_dropped())
     if importance is not None:
         notes.append(_note_importance(contents))
     notes += [part.note for part in left_out if part.note]

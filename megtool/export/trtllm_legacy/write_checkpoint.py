@@ -105,6 +105,7 @@ def export_trtllm_legacy(
         plan=plan,
         report=report,
         sources=source_paths(opened),
+        dropped_settings=opened.model.dropped_record if opened.model else None,
         overflow_hint="--dtype bfloat16 holds them",
         start=start,
     )
@@ -144,6 +145,8 @@ def _plan(
     )
     legacy.notes[:0] = [note] if note else []
     legacy.notes += find_false_copies(opened).values()
+    if opened.model is not None and opened.model.dropped:
+        legacy.notes.insert(0, opened.model.describe_dropped())
     plan = build_plan(
         [PlanSource(catalogue=catalogue, placements=legacy.pieces.source)],
         legacy.destination,

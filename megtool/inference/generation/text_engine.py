@@ -165,6 +165,7 @@ class Engine:
         kernels: Which implementation of fused operations runs.
         family: The model family, if the checkpoint names none.
         like: A Hugging Face folder to take config and tokenizer from.
+        drop_setting: Settings, by name, that the model is taken to be without.
         iteration: Which iteration of a save folder; by default the latest.
         adapter: The folder of an adapter (LoRA), or several, to merge into the weights.
         progress: Called while weights are loaded.
@@ -197,6 +198,7 @@ class Engine:
         family: str | None = None,
         like: str | Path | None = None,
         iteration: int | str | None = None,
+        drop_setting: str | Sequence[str] = (),
         adapter: str | Path | Sequence[str | Path] = (),
         progress: Progress = silent,
     ) -> None:
@@ -220,6 +222,7 @@ class Engine:
             family=family,
             like=None if like is None else to_location(like),
             iteration=None if iteration is None else str(iteration),
+            drop_setting=drop_setting,  # type: ignore[arg-type] # converted
             adapter=adapter,  # type: ignore[arg-type] # converted
         )
         source = open_decoder(to_location(location), known, two_stacks=True)
