@@ -31,7 +31,7 @@ from megtool.pickles.writer import make_namespace
 from megtool.plan.copies import DroppedItem
 from megtool.run_state.state_dict_groups import read_any_groups
 from megtool.source.checkpoint import CheckpointSource
-from megtool.spec.model_config import ModelConfig
+from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
 
@@ -67,6 +67,8 @@ def make_common_state(
         if isinstance(source_args, Inert) and isinstance(source_args.state, dict)
         else {}
     )
+    if source.model is not None and source.model.dropped:
+        known = _without_dropped(known, source.model.dropped, saved_args(source.catalogue))
     args: dict[str, Any] = dict(known)
     if source.model is not None:
         weights = [t.dtype.name for t in tensors if t.dtype.is_float]
@@ -106,6 +108,15 @@ def make_common_state(
     if target != "torch_dist":
         common.pop("content_metadata", None)
     return common
+
+
+def _without_dropped(
+    known: Mapping[str, Any], dropped: Mapping[str, Any], stated: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Args without the settings that the user has left out, which `stated` are already."""
+    fields = {CONFIG_FIELDS[name].megatron for name in dropped if name in CONFIG_FIELDS}
+    kept = {k: v for k, v in known.items() if k not in dropped or k in fields}
+    return {k: stated.get(k) if k in fields else v for k, v in kept.items()}
 
 
 def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[str, Any]:

@@ -298,3 +298,20 @@ def test_what_tensorrt_llm_cannot_compute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="window_size") as caught:
         export_trtllm_legacy(source, out, layout=ParallelConfig(), model=model, execution=how)
     assert caught.value.id == "setting-lost"
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "megatron"])
+def test_args_without_a_dropped_setting(to: str, tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"qk_l2_norm": True, "window_size": (7, 0)})
+    common = torch.load(source / "common.pt", weights_only=False)
+    del common["checkpoint_version"]
+    torch.save(common, source / "common.pt")
+    reading = AdaptedSource(family="llama", drop_setting=("qk_l2_norm", "window_size"))
+    target = TargetOptions(to=to, destination=tmp_path / "out")
+    reshard_checkpoint(source, SourceSelection(reading=reading), target, ExecutionOptions())
+    pattern = "*/common.pt" if to == "torch_dist" else "*/mp_rank_00/model_optim_rng.pt"
+    written = torch.load(next((tmp_path / "out").glob(pattern)), weights_only=False)
+    assert written["checkpoint_version"] == 3.0  # rows of torch_dist are of this version
+    assert not written["args"].qk_l2_norm
+    assert written["args"].window_size is None
+    assert written["args"].rotary_base == 10000
