@@ -8,7 +8,7 @@ from typing import Any
 from megtool.convert.families.draft_heads import find_draft_head
 from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.lint.context import Check, LintContext
-from megtool.lint.engines import EngineTarget, load_engines, rows_for
+from megtool.lint.engines import EngineTarget, is_unknown_form, load_engines, rows_for
 from megtool.lint.finding import Finding, Severity
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.lint.quant_config import (
@@ -99,7 +99,16 @@ def _check_method(context: LintContext, engine: EngineTarget) -> Iterator[Findin
             severity="warning",
             hint="write modelopt, which all engines know",
         )
-    if not rows:
+    if is_unknown_form(context.form):
+        yield Finding(
+            module=CONFIG_FILE,
+            message=f"quant_method {context.declared.get('quant_method')!r} is not known to "
+            "megtool: nothing of it is checked",
+            severity="warning",
+            effect=f"{engine.engine} may load it or not",
+            hint="load the folder in the engine",
+        )
+    elif not rows:
         supported = ", ".join(sorted({m.form for m in methods}))
         text = f"quant_method {context.declared.get('quant_method')!r} is not supported"
         yield Finding(module=CONFIG_FILE, message=text, hint=f"supported: {supported}")

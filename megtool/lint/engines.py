@@ -186,6 +186,16 @@ def rows_for(engine: EngineTarget, rows: Iterable[_Row]) -> list[_Row]:
     return [x for x in rows if x.engine == engine.engine and engine.target.has(x.since)]
 
 
+def is_unknown_form(form: str) -> bool:
+    """Whether a folder declares a method of which no engine has rules here, such as GPTQ's.
+
+    Engines may load it: that there are no rules says nothing against a folder.
+    """
+    if not form or form.startswith("modelopt"):  # engines list ModelOpt's spellings
+        return False
+    return all(m.form != form for m in load_engines().quant_methods)
+
+
 @lru_cache(maxsize=1)
 def load_engines() -> EngineTable:
     """Read `engines.yaml`."""

@@ -17,8 +17,10 @@ from megtool.lint import (
     size_rules,
 )
 from megtool.lint.context import Check, LintContext
-from megtool.lint.engines import EngineTarget, RuleText, load_engines
+from megtool.lint.engines import EngineTarget, RuleText, is_unknown_form, load_engines
 from megtool.lint.finding import Finding
+
+METHOD_RULE = "method"
 
 CHECKS: Mapping[str, Check] = {
     **config_rules.CHECKS,
@@ -44,6 +46,8 @@ class LintRule:
     def applies(self, context: LintContext, engine: EngineTarget) -> bool:
         """Whether the rule is about this folder and engine."""
         forms = self.text.forms
+        if is_unknown_form(context.form) and self.id != METHOD_RULE:
+            return False  # what its tensors should be is not known either
         return engine.engine in self.text.sources and (not forms or context.form in forms)
 
 
@@ -67,7 +71,7 @@ def apply_rules(
                 id=rule.id,
                 severity=finding.severity or rule.text.severity,
                 target=engine.target.name,
-                effect=rule.text.effect,
+                effect=finding.effect or rule.text.effect,
                 hint=finding.hint or rule.text.hint,
                 source=finding.source or rule.text.sources[engine.engine],
             )

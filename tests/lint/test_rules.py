@@ -133,7 +133,6 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
     ("llama4-rotary", "blocks", "pb", config(named("Llama4ForCausalLM")), ("vllm", "sglang")),
     ("llama4-rotary", "rows", "nvfp4", config(named("Llama4ForCausalLM")), ("sglang",)),
     ("llama4-rotary", "old", "awq", config(named("Llama4ForCausalLM")), ("vllm@0.15.0",)),
-    ("method", "unknown", "ct fp8", inline(lambda s: s.update(quant_method="hqq")), ALL),
     ("method", "codes unsaid", "fp8", both(only_inline, only_beside), ALL),
     ("config-agree", "two algorithms", "fp8", beside(lambda s: s.update(quant_algo="NVFP4")), ALL),
     ("config-agree", "two lists", "fp8", beside(lambda s: s.update(exclude_modules=[])), ALL),
@@ -400,6 +399,18 @@ def test_every_rule_is_told(
         assert told, (engine, report.of(engine))
         assert all(f.source.startswith("https://") and f.hint and f.message for f in told)
     assert report.exit_status == 7
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "hqq"])
+def test_a_method_without_rules_is_not_checked(made: Path, tmp_path: Path, method: str) -> None:
+    shutil.copytree(made / "ct fp8", tmp_path / "other")
+    inline(lambda s: s.update(quant_method=method))(tmp_path / "other")
+    report = lint(tmp_path / "other", target=ALL)
+    for engine in report.targets:
+        (finding,) = report.of(engine)
+        assert (finding.id, finding.severity) == ("method", "warning")
+        assert method in finding.message
+        assert "stops" not in finding.effect
 
 
 SOFT: list[tuple[str, str, Change, tuple[str, ...]]] = [

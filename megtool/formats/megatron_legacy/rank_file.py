@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import FormatError
+from megtool.formats.header_reader import short_repr
 from megtool.pickles import reader as pickle_reader
 from megtool.pickles.reader import Inert, dict_items, rebuild_dict
 from megtool.pickles.torch_file import StorageBudget, TorchFile, open_torch_file
@@ -133,7 +134,10 @@ def extract_tensors(tree: Any, name: str, take: TakeTensor, *, file: Path) -> An
             is too deep or large.
     """
     if dict_items(tree) is None and not (name == OPTIMIZER_FILE and isinstance(tree, list)):
-        raise FormatError(f"holds {tree!r:.60}, not the dict of a Megatron rank", file=file)
+        raise FormatError(f"holds {short_repr(tree)}, not the dict of a Megatron rank", file=file)
+    for key, value in dict_items(tree) or ():
+        if key != "optimizer" and not (isinstance(key, str) and MODEL_KEY.fullmatch(key)):
+            pickle_reader.check_expansion(value, file=file)
     walk = _Walk(take, file)
     if name == OPTIMIZER_FILE:
         return walk.descend(tree, (), frozenset())

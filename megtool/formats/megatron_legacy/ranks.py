@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megtool.errors import FormatError
+from megtool.formats.header_reader import short_repr
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _COPY_HINT = "copy the whole folder, from every node that wrote to it"
@@ -104,7 +105,9 @@ def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None
             value = args.get(name)
             if value is not None:
                 if type(value) is not int or not 0 < value < 1 << 20:
-                    raise FormatError(f"args have {name} {value!r:.60}", file=file, hint=_ARGS_HINT)
+                    raise FormatError(
+                        f"args have {name} {short_repr(value)}", file=file, hint=_ARGS_HINT
+                    )
                 return value
         return default
 
@@ -113,7 +116,7 @@ def parse_rank_sizes(args: Mapping[str, Any], *, file: Path) -> RankSizes | None
     encoder_stages = args.get("encoder_pipeline_model_parallel_size") or 0
     if type(encoder_stages) is not int or not 0 <= encoder_stages < 1 << 20:
         raise FormatError(
-            f"args have encoder_pipeline_model_parallel_size {encoder_stages!r:.60}",
+            f"args have encoder_pipeline_model_parallel_size {short_repr(encoder_stages)}",
             file=file,
             hint=_ARGS_HINT,
         )
@@ -240,7 +243,8 @@ def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> Non
                 and value != first_value
             ):
                 raise FormatError(
-                    f"args have {key} {value!r:.60} here and {first_value!r:.60} in {first}",
+                    f"args have {key} {short_repr(value)} here and {short_repr(first_value)} "
+                    f"in {first}",
                     file=root / folder,
                     hint="folders of two checkpoints are mixed: keep those of one",
                 )

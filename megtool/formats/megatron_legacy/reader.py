@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megtool.errors import FormatError, UsageError
 from megtool.formats.auxiliary_files import find_megatron_auxiliary_files
-from megtool.formats.header_reader import check_inside, list_names
+from megtool.formats.header_reader import check_inside, list_names, short_repr
 from megtool.formats.megatron_legacy.rank_file import (
     MODEL_FILE,
     MODEL_KEY,
@@ -250,7 +250,9 @@ def _read_args(top: dict[str, Any], file: Path) -> dict[str, Any]:
         args = args.state
     if args is not None and not isinstance(args, dict):
         raise FormatError(
-            f"its args are {args!r:.60}, not a namespace", file=file, hint=_UNKNOWN_WRITER_HINT
+            f"its args are {short_repr(args)}, not a namespace",
+            file=file,
+            hint=_UNKNOWN_WRITER_HINT,
         )
     return args or {}
 
@@ -258,7 +260,9 @@ def _read_args(top: dict[str, Any], file: Path) -> dict[str, Any]:
 def _read_iteration(top: dict[str, Any], file: Path) -> int | None:
     value = top.get("iteration", top.get("total_iters"))
     if value is not None and (type(value) is not int or value < 0):
-        raise FormatError(f"its iteration is {value!r:.60}", file=file, hint=_UNKNOWN_WRITER_HINT)
+        raise FormatError(
+            f"its iteration is {short_repr(value)}", file=file, hint=_UNKNOWN_WRITER_HINT
+        )
     return value
 
 

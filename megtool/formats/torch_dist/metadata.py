@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
+from megtool.formats.header_reader import short_repr
 from megtool.pickles import reader as pickle_reader
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor
@@ -116,7 +117,7 @@ class _Reader:
         byte_names: set[str] = set()
         for name, entry in described.items():
             if not isinstance(name, str):
-                raise self._error(f"a key that is not a name: {name!r:.60}")
+                raise self._error(f"a key that is not a name: {short_repr(name)}")
             if isinstance(entry, BytesStub):
                 byte_names.add(name)
                 continue
@@ -124,9 +125,9 @@ class _Reader:
                 shape, kind, layout = entry.size, entry.properties.dtype, entry.properties.layout
                 tensor_chunks = entry.chunks
             except AttributeError as e:
-                raise self._error(f"the entry {entry!r:.60} is damaged", name) from e
+                raise self._error(f"the entry {short_repr(entry)} is damaged", name) from e
             if not pickle_reader.is_global(kind) or kind.module != "torch":
-                raise self._error(f"the dtype {kind!r:.60} is unknown", name)
+                raise self._error(f"the dtype {short_repr(kind)} is unknown", name)
             if isinstance(layout, pickle_reader.Inert) and layout.args != ("torch.strided",):
                 raise self._error(f"layout {layout.args!r:.60} is not supported", name)
             if not isinstance(tensor_chunks, list) or set(map(type, tensor_chunks)) - {ChunkStub}:
@@ -136,7 +137,7 @@ class _Reader:
                 or len(shape) > MAX_NDIM
                 or any(type(n) is not int or not 0 <= n < MAX_NUMBER for n in shape)
             ):
-                raise self._error(f"the shape {shape!r:.60} is impossible", name)
+                raise self._error(f"the shape {short_repr(shape)} is impossible", name)
             try:
                 tensors.append(GlobalTensor(name=name, shape=shape, dtype=dtype(kind.qualname)))
             except FormatError as e:
@@ -188,7 +189,9 @@ class _Reader:
                 or any(type(v) is not int or not 0 <= v < MAX_NUMBER for v in values)
             ):
                 name = tensors[tensor[row]].name
-                return self._error(f"the offsets or sizes {values!r:.80} are impossible", name)
+                return self._error(
+                    f"the offsets or sizes {short_repr(values)} are impossible", name
+                )
         return self._error("offsets or sizes are impossible")
 
     def _read_items(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
@@ -244,7 +247,7 @@ class _Reader:
                 )
         for path in numbers:
             if not isinstance(path, str):
-                raise self._error(f"a file name that is not a string: {path!r:.60}")
+                raise self._error(f"a file name that is not a string: {short_repr(path)}")
         out.paths = list(numbers)
         return file
 
@@ -355,7 +358,7 @@ class SizeStub(tuple[int, ...]):
     def __new__(cls, values: object = ()) -> Any:
         """Return the tuple itself; refuse anything else."""
         if type(values) is not tuple or len(values) > MAX_NDIM:
-            raise ValueError(f"a size of {values!r:.60}")
+            raise ValueError(f"a size of {short_repr(values)}")
         return values
 
     def __setstate__(self, state: object) -> None:
