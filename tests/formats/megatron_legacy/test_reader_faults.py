@@ -198,7 +198,10 @@ def test_trees_of_absurd_size(tmp_path: Path, make: Callable[[], Any]) -> None:
     saved.save(tmp_path / "mp_rank_00", model_optim_rng={"model": make()})
     refused(tmp_path, "absurd")
     saved.save(tmp_path / "mp_rank_00", model_optim_rng={"model": {}, "rerun_state": make()})
-    assert open_checkpoint(tmp_path).tensors == []
+    if make is deep:
+        assert open_checkpoint(tmp_path).tensors == []
+    else:
+        refused(tmp_path, "a pickled value")
 
 
 def test_tensors_that_share_bytes_in_part(tmp_path: Path) -> None:
