@@ -22,13 +22,14 @@ from megtool.convert.dialects import (
     write_side,
 )
 from megtool.convert.families.nested import MEGATRON_PREFIX
+from megtool.convert.families.read_back import suggest_families
 from megtool.convert.megatron.args import megatron_limits
 from megtool.convert.megatron.names import is_megatron
 from megtool.convert.megatron.parallel_args import OWN_SPLIT, layout_fields, merged_layout
 from megtool.convert.megatron.sections import has_parts
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import FormatError, LayoutError, UnknownFamilyError, UsageError
+from megtool.errors import FormatError, LayoutError, MappingError, UnknownFamilyError, UsageError
 from megtool.formats import (
     ARRAY_FORMATS,
     RANK_SHARDED_FORMATS,
@@ -49,6 +50,7 @@ from megtool.reshard.foreign_objects import screen_renamed, screen_source
 from megtool.reshard.writers.target_spec import AddedState, Target, make_fill
 from megtool.run_state.optimizer import LEGACY, choose_optimizer, uses_local_layers
 from megtool.source.checkpoint import CheckpointSource, unknown_model
+from megtool.source.held_settings import find_fitting_families
 from megtool.source.open import tensor_blocks
 from megtool.source.repeated_tensors import find_false_copies
 from megtool.tensors.catalogue import Catalogue, Destination
@@ -166,16 +168,22 @@ def make_target(
         check_masters(source.catalogue, source.view)
     if options.model_class is not None and source.view.dialect == "identity":
         raise source.reason or unknown_model(source, "a class of models needs the model's family")
-    side = _bind_target(
-        source,
-        kind,
-        dialect,
-        parallel,
-        optimizer,
-        dtype=dtype,
-        model_class=options.model_class,
-        singletons=add is not None,
-    )
+    try:
+        side = _bind_target(
+            source,
+            kind,
+            dialect,
+            parallel,
+            optimizer,
+            dtype=dtype,
+            model_class=options.model_class,
+            singletons=add is not None,
+        )
+    except MappingError as e:
+        if dialect == "hf" and source.view.dialect == "megatron" and source.known_config:
+            fitting = find_fitting_families(source.view, source.known_config)
+            e.hint = f"{suggest_families(fitting)}{e.hint or ''}" or None
+        raise
     if source.view.canonical and not side.tensors:
         raise UsageError(
             f"{kind!r} holds none of the selected tensors: {side.dropped[0][1]}",

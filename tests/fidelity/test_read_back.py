@@ -315,3 +315,10 @@ def test_args_without_a_dropped_setting(to: str, tmp_path: Path) -> None:
     assert not written["args"].qk_l2_norm
     assert written["args"].window_size is None
     assert written["args"].rotary_base == 10000
+
+
+def test_tensors_without_a_place_name_the_families_that_have_one(tmp_path: Path) -> None:
+    source = save(tmp_path / "megatron", NORMS_OF_HEADS)
+    with pytest.raises(MappingError, match="have no place") as caught:
+        reshard(source, tmp_path / "hf", "llama")
+    assert "did you mean --family qwen3" in str(caught.value.hint)

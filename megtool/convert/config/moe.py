@@ -240,9 +240,9 @@ class Noted(Setting):
         want = fields[self.field]
         if want is None and self.field == "softmax_scale":
             want = config.attention.head_dim**-0.5
-        if self.key in into or self._reads_as(config.extra, fields, want):
+        if self._reads_as({**config.extra, **into}, fields, want):
             return
-        for value in _inverses(want):
+        for value in _inverses(want, is_flag=" if x" in self.expression):
             if self._reads_as({self.key: value}, fields, want):
                 into[self.key] = value
                 return
@@ -266,13 +266,14 @@ class Noted(Setting):
         return (self.key,)
 
 
-def _inverses(value: Any) -> Iterator[Any]:
-    """Values of a key that may read as a field's value."""
+def _inverses(value: Any, *, is_flag: bool) -> Iterator[Any]:
+    """Values of a key that may read as a field's value; those of a flag come first."""
+    if is_flag:
+        yield from (True, False)
     yield value
     if isinstance(value, float | int) and value > 0:
         for inverse in (1 / value, value**-2):
             yield round(inverse) if math.isclose(inverse, round(inverse)) else inverse
-    yield from (True, False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,8 @@ class Family:
             "architectures": [self.architectures[0]],
             "model_type": self.model_types[0],
         }
-        if not config.extra:  # a class's own default may be no word of this model
+        is_decoder = not (config.bidirectional or config.num_decoder_layers)
+        if is_decoder and not config.extra:  # a class's own default may be no word of this model
             constants["pad_token_id"] = None
         out = write_settings(self.config, config, constants)
         if dtype is not None:

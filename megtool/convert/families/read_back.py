@@ -79,15 +79,19 @@ def lost_settings_error(
     """Make the error for settings that `place` cannot hold; `holders` are families that can."""
     first = lost[0]
     more = f"; so would {listed([s.field for s in lost[1:]])}" if lost[1:] else ""
-    ways = f"did you mean --family {' or '.join(holders[:3])}? " if holders else ""
     drops = " ".join(f"--drop-setting {s.field}" for s in lost[:4])
     return MappingError(
         f"{place} does not hold a setting that changes the function: {first.describe()}{more}",
-        hint=f"{ways}{drops} writes the model without "
+        hint=f"{suggest_families(holders)}{drops} writes the model without "
         + ("it" if len(lost) == 1 else "them")
         + ", and records so",
         error_id="setting-lost",
     )
+
+
+def suggest_families(names: Sequence[str]) -> str:
+    """Return the beginning of a hint that names some families; empty if there are none."""
+    return f"did you mean --family {' or '.join(names[:3])}? " if names else ""
 
 
 def holds(family: Family, config: ModelConfig, ignored: Collection[str] = ()) -> bool:
