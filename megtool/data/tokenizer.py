@@ -37,6 +37,24 @@ Message = Mapping[str, Any]
 """One turn of a conversation: `role`, `content`, and what else the chat template reads."""
 
 
+@contextmanager
+def _told_panics(place: str) -> Iterator[None]:
+    """Raise an error for a panic of the tokenizers library, which is no `Exception`.
+
+    A regular expression in tokenizer.json that backtracks too far ends so.
+    """
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise FormatError(
+            f"the rules of the tokenizer fail: {str(e)[:120]}",
+            file=location(place) / "tokenizer.json",
+            hint="a regular expression in it does not end; fetch the file again",
+        ) from None
+
+
 class Tokenizer:
     """A model's tokenizer, as transformers builds it; no code of a checkpoint is ever run.
 
@@ -150,10 +168,15 @@ class Tokenizer:
         return self.encode_batch([text], add_special=add_special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
-        """The tokens of each text. Other threads run meanwhile."""
+        """The tokens of each text. Other threads run meanwhile.
+
+        Raises:
+            FormatError: the tokenizer's rules fail on a text.
+        """
         if self._fast is None:
             return [self._full.encode(t, add_special_tokens=add_special) for t in texts]
-        fast = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special)
+        with _told_panics(self._place):
+            fast = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special)
         return [encoding.ids for encoding in fast]
 
     def token_id(self, token: str) -> int | None:
@@ -165,6 +188,7 @@ class Tokenizer:
 
         Raises:
             MappingError: this kind of tokenizer does not know its characters.
+            FormatError: the tokenizer's rules fail on the text.
         """
         if self._fast is None:
             raise MappingError(
@@ -172,7 +196,8 @@ class Tokenizer:
                 file=self._place,
                 hint="a folder with a tokenizer.json does: --tokenizer FOLDER",
             )
-        encoding = self._fast.encode(text, add_special_tokens=False)
+        with _told_panics(self._place):
+            encoding = self._fast.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

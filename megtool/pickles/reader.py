@@ -20,7 +20,9 @@ from megtool.pickles.guard import load_guarded
 
 _MAX_GLOBALS = 4096
 _MAX_NAME = 500
-_MAX_DEPTH, _MAX_EXPANDED, _MAX_INT_BITS = 200, 20_000_000, 4096
+_MAX_DEPTH, _MAX_INT_BITS = 200, 4096
+_MAX_EXPANDED, _MAX_REPEATS = 2_000_000, 8
+"""A value may have so many parts, or so many times those that are stored."""
 
 
 class Inert:
@@ -247,7 +249,7 @@ def check_expansion(tree: Any, *, file: str | Path) -> None:
     problem = _find_expansion(tree)
     if problem:
         raise FormatError(
-            f"a pickled value {problem}",
+            f"a stored value {problem}",
             file=file,
             hint="no program writes such checkpoints: the file is damaged or made to harm",
             error_id="hostile-pickle",
@@ -257,6 +259,7 @@ def check_expansion(tree: Any, *, file: str | Path) -> None:
 def _find_expansion(tree: Any) -> str:
     sizes: dict[int, tuple[int, int]] = {}
     open_: set[int] = set()
+    num_parts = 0
     stack: list[tuple[Any, bool]] = [(tree, False)]
     while stack:
         node, is_left = stack.pop()
@@ -281,14 +284,15 @@ def _find_expansion(tree: Any) -> str:
             depth = 1 + max((depth for _, depth in inner), default=0)
             if depth > _MAX_DEPTH:
                 return f"is more than {_MAX_DEPTH} levels deep"
-            if size > _MAX_EXPANDED:
-                return f"has more than {_MAX_EXPANDED:,} parts where it repeats shared ones"
+            if size > max(_MAX_EXPANDED, _MAX_REPEATS * num_parts):
+                return f"has more than {_MAX_EXPANDED:,} parts, as it repeats shared ones"
             sizes[key] = size, depth
             open_.discard(key)
         elif key in open_:
             return "contains itself"
         elif key not in sizes:
             open_.add(key)
+            num_parts += len(parts)
             stack.append((node, True))
             stack.extend((part, False) for part in parts)
     return ""

@@ -216,3 +216,20 @@ def test_a_gguf_file_has_its_tokenizer_inside() -> None:
     assert found.chat([{"role": "user", "content": "hi"}])[-4:] == found.encode(
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_rule_that_backtracks_without_end_is_an_error(tmp_path: Path) -> None:
+    folder = tiny_tokenizer.save(tmp_path)
+    path = folder / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    rules["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(x+x+)+y"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    path.write_text(json.dumps(rules))
+    tokenizer = Tokenizer.from_folder(folder)
+    for encode in (tokenizer.encode, tokenizer.encode_spans):
+        with raises(FormatError, file="tokenizer.json"):
+            encode("x" * 60)

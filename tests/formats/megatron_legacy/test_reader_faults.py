@@ -201,7 +201,7 @@ def test_trees_of_absurd_size(tmp_path: Path, make: Callable[[], Any]) -> None:
     if make is deep:
         assert open_checkpoint(tmp_path).tensors == []
     else:
-        refused(tmp_path, "a pickled value")
+        refused(tmp_path, "a stored value")
 
 
 def test_tensors_that_share_bytes_in_part(tmp_path: Path) -> None:
