@@ -263,6 +263,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "no-model-config": "the checkpoint does not say which model it is",
         "unsupported-model": "a setting of the model is not supported",
         "setting-lost": "what is written would not hold a setting that the model computes by",
+        "unsupported-setting": "a setting that changes what the model computes is not supported",
         "unsupported-adapter": "an adapter is more than low-rank updates, or has no exact form",
         "foreign-adapter": "an adapter is of another model",
         "unsupported-rotation": "a rotation would change what the model computes, or has no matrix",

@@ -34,7 +34,7 @@ from megtool.formats import open_checkpoint
 from megtool.megatron_state.model_space import to_model_space
 from megtool.process.threads import stream_in_threads
 from megtool.run_state.common_state import read_source_layout
-from megtool.source.open import identify_model
+from megtool.source.identify import identify_model
 from megtool.storage.files import Files
 from megtool.storage.location.path import location
 from megtool.tensors.catalogue import Catalogue

@@ -1,5 +1,5 @@
 """An open checkpoint: its format and family, subsets, averages, merges and adapters of it.
 
-From the top down: the files here, subset; checkpoint.py, computed;
+From the top down: the files here, subset; identify.py; checkpoint.py, computed;
 held_settings.py.
 """

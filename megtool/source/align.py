@@ -80,6 +80,7 @@ def _open(
         tensors=_PARTIAL,
         fallback=fallback,
         lenient=not (options.family or options.like),
+        may_lack=True,
     )
 
 

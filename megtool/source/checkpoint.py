@@ -45,12 +45,15 @@ class ModelIdentity:
     checkpoint states, so that the family's defaults are used: only forward passes depend on them.
     `dropped` are settings that the user has asked to leave out, with what they were: fields, or
     other keys.
+    `unsupported` names settings that change the model and that `config` does not have: Megatron's
+    formats keep them, and whatever else is made of the model computes something else.
     """
 
     family: Family | None
     config: ModelConfig
     hf_config: Mapping[str, Any] | None = None
     assumed: tuple[str, ...] = ()
+    unsupported: MappingError | None = None
     dropped: Mapping[str, Any] = field(default_factory=dict)
 
     def describe_dropped(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,23 +10,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families.class_form import are_other_forms, find_class_form
-from megtool.convert.families.detection import detect_family, family
-from megtool.convert.families.label_head import with_label_head
-from megtool.convert.families.read_back import fields_called, without_keys, without_settings
-from megtool.convert.gguf import config_from_gguf, factors_read
-from megtool.convert.megatron.args import args_from_config, config_from_args
 from megtool.convert.megatron.names import is_encoder_decoder, is_megatron, is_retro, split_state
 from megtool.convert.megatron.parallel_args import parallel_from_args
-from megtool.convert.megatron.pre_core import core_args, has_classic_args
 from megtool.convert.megatron.sharding import is_known
 from megtool.digests.crc32c import SIDECAR, Sidecar, read_sidecar
 from megtool.errors import (
-    FormatError,
     MappingError,
     UnknownFamilyError,
     UnknownTensorsError,
@@ -35,28 +24,21 @@ from megtool.errors import (
     listed,
 )
 from megtool.formats import ARRAY_FORMATS, STATE_DICT_FORMATS, open_checkpoint
-from megtool.formats.auxiliary_files import check_json_size
 from megtool.formats.safetensors.quantization_config import TRANSFORMS_KEY, transform_config
 from megtool.megatron_state.extra_states.names import is_quantizer_buffer
 from megtool.megatron_state.model_space import to_model_space
-from megtool.megatron_state.nemo_config import read_foreign_args
 from megtool.megatron_state.optimizer.master_weight_check import check_masters
 from megtool.megatron_state.saved_objects import saved_args
-from megtool.number_formats.small_floats import single
 from megtool.options.groups import AdaptedSource, SourceOptions
-from megtool.source.checkpoint import HF_FOLDER, CheckpointSource, ModelIdentity
+from megtool.source.checkpoint import CheckpointSource, ModelIdentity
+from megtool.source.identify import identify_model, refuse_lost
 from megtool.source.merge import add_adapters
 from megtool.source.repeated_tensors import has_own_head
-from megtool.source.unread_files import warn_unread_files
-from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
-from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
-from megtool.transport.reading.reader import CheckpointReader
 
 _LOG = logging.getLogger(__name__)
 _STATE_OF_RANK = re.compile(r"[^/]+/(distrib_optim|model_optim_rng/optimizer)/")
-_LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
 
 
 NameFilter = Callable[[str], bool]
@@ -114,6 +96,7 @@ def open_source(
     prove_all: bool = False,
     for_format: str | None = None,
     as_class: bool = False,
+    may_lack: bool = False,
 ) -> CheckpointSource:
     """Open a checkpoint and identify its model, from headers and small files alone.
 
@@ -131,10 +114,12 @@ def open_source(
         for_format: The format that will be written: a state dict of several parts keeps its names
             where that is its own format.
         as_class: Read a Megatron model in the form that its family's class has (`class_form`).
+        may_lack: Settings that change the model and are not supported are no error.
 
     Raises:
         FormatError: no checkpoint, or a damaged one.
-        MappingError: its tensors do not fit its model.
+        MappingError: its tensors do not fit its model, or a setting of it is not supported, and
+            `for_format` does not keep it.
     """
     headers = path if isinstance(path, Headers) else Headers.read(path, options)
     catalogue = headers.catalogue
@@ -160,6 +145,8 @@ def open_source(
         reason = e
     if model is not None and model.dropped:
         _LOG.warning("the model is taken to be without %s", ", ".join(model.dropped))
+    if model is not None and not (lenient or may_lack):
+        refuse_lost(model, catalogue, for_format)
     rotation = _find_rotation(catalogue, sidecar, None if model is fallback else model, options)
     if model is not None and has_own_head(catalogue, model):
         _LOG.info("the output layer is not the embedding, though config.json ties them: both stay")
@@ -473,157 +460,6 @@ def parse_iteration(text: str | None) -> int | str | None:
     if not text.isdigit():
         raise UsageError(f"--iteration is {text!r}", hint="a number, `latest` or `release`")
     return int(text)
-
-
-def identify_model(
-    catalogue: Catalogue,
-    family_name: str | None,
-    like: Path | None,
-    drop_settings: Sequence[str] = (),
-) -> ModelIdentity | None:
-    """The model by the user's options, else by the checkpoint's own files; None if neither says.
-
-    It is without the settings of `drop_settings`. Foreign files may hold values of any type: errors
-    of arithmetic on them are errors of the file.
-
-    Raises:
-        MappingError: the configuration cannot be used, or `family_name` is given without one.
-    """
-    try:
-        model = _describe_model(catalogue, family_name, like, drop_settings)
-    except UnknownFamilyError:
-        raise
-    except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
-        known = e if isinstance(e, MappingError) else None
-        raise MappingError(
-            f"the model's configuration cannot be used: {known.message if known else e}",
-            file=(known and known.file) or _config_file(catalogue, like),
-            hint=(known and known.hint) or _LIKE,
-            error_id=known.error_id if known else None,
-        ) from e
-    if model is None and family_name:
-        raise MappingError(
-            f"family {family_name!r} is given, but the checkpoint has no model configuration",
-            file=catalogue.root,
-            hint=_LIKE,
-            error_id="no-model-config",
-        )
-    return model
-
-
-def _describe_model(
-    catalogue: Catalogue, family_name: str | None, like: Path | None, drop_settings: Sequence[str]
-) -> ModelIdentity | None:
-    named = family(family_name) if family_name else None
-    hf_config = read_config(like) if like is not None else _read_own_config(catalogue)
-    if hf_config is not None:
-        chosen = with_label_head(named, hf_config) if named else detect_family(hf_config)
-        stated, removed = without_keys(hf_config, drop_settings)
-        config, dropped = without_settings(
-            chosen.read_config(stated), chosen, [n for n in drop_settings if n not in removed]
-        )
-        _check_vocabulary(catalogue, config)
-        return ModelIdentity(
-            family=chosen, config=config, hf_config=stated, dropped=removed | dropped
-        )
-    if "gguf" in catalogue.metadata:
-        facts = catalogue.metadata["gguf"]
-        chosen = named or detect_family(facts)
-        factors = _values(catalogue, factors_read(facts, catalogue.tensors))
-        config = config_from_gguf(facts, chosen, catalogue.tensors, factors)
-        config, dropped = without_settings(config, chosen, drop_settings)
-        return ModelIdentity(family=chosen, config=config, dropped=dropped)
-    args = catalogue.metadata.get("args")
-    if not isinstance(args, dict) and (foreign := read_foreign_args(catalogue)) is not None:
-        args = catalogue.metadata["args"] = foreign
-    if isinstance(args, dict) and args.get("num_attention_heads") is not None:
-        if has_classic_args(catalogue.format, catalogue.tensors):
-            args = core_args(args)
-        unread = [n for n in drop_settings if not fields_called(n)]
-        args, removed = without_keys(args, unread)
-        config, assumed = config_from_args(args), tuple[str, ...]()
-        if named is not None:
-            config, assumed = named.completed(config)
-        config, dropped = without_settings(
-            config, named, [n for n in drop_settings if n not in unread]
-        )
-        if drop_settings:
-            changed = args_from_config(config) if dropped else {}
-            names = [n for n in changed if any(n == CONFIG_FIELDS[f].megatron for f in dropped)]
-            catalogue.metadata["args"] = args | {n: changed[n] for n in names}
-        return ModelIdentity(
-            family=named, config=config, assumed=assumed, dropped=removed | dropped
-        )
-    return None
-
-
-def _values(catalogue: Catalogue, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-    """The elements of small tensors."""
-    if not names:
-        return {}
-    with CheckpointReader(catalogue, Files()) as reader:
-        views = {n: reader.open_stored(n) for n in names}
-        return {n: single(v.read(), v.dtype.name) for n, v in views.items()}
-
-
-def _check_vocabulary(catalogue: Catalogue, config: ModelConfig) -> None:
-    """Refuse a configuration whose vocabulary is smaller than the one in the checkpoint's args.
-
-    `padded_vocab_size` is not compared: its last rows may be padding.
-
-    Raises:
-        MappingError: tokens would be lost.
-    """
-    true = saved_args(catalogue).get("vocab_size")
-    if isinstance(true, int) and not isinstance(true, bool) and true > config.embedding.vocab_size:
-        raise MappingError(
-            f"config.json has a vocabulary of {config.embedding.vocab_size}, and the checkpoint's "
-            f"args one of {true}: {true - config.embedding.vocab_size} tokens would be lost",
-            hint=f"set vocab_size to {true} in the config.json, or give the one of this model",
-        )
-
-
-def _config_file(catalogue: Catalogue, like: Path | None) -> Path:
-    """The file with the model's configuration, the checkpoint where no single file has it."""
-    if like is not None:
-        return like / "config.json"
-    if isinstance(catalogue.metadata.get("config"), dict):
-        path = catalogue.root / "config.json"
-        return path if path.is_file() else catalogue.root
-    return catalogue.auxiliary_files.get(HF_FOLDER + "config.json", catalogue.root)
-
-
-_FOLDER = "--like FOLDER needs a Hugging Face folder with the model's config.json"
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder.
-
-    Raises:
-        FormatError: it is missing, or not a JSON object.
-        StorageError: it cannot be read.
-    """
-    path = folder / "config.json"
-    status = Files().stat(path)
-    check_json_size(status.st_size if status else 0, path)
-    data = Files().read_whole(path)
-    if data is None:
-        raise FormatError("the file does not exist", file=path, hint=_FOLDER)
-    check_json_size(data, path)
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"the JSON is invalid: {e}", file=path, hint=_FOLDER) from e
-    if not isinstance(value, dict):
-        raise FormatError("it is not a JSON object", file=path, hint=_FOLDER)
-    return value
-
-
-def _read_own_config(catalogue: Catalogue) -> dict[str, Any] | None:
-    if isinstance(config := catalogue.metadata.get("config"), dict):
-        return config
-    path = catalogue.auxiliary_files.get(HF_FOLDER + "config.json")
-    return read_config(path.parent) if path is not None else None
 
 
 def name_filter(select: Sequence[str], exclude: Sequence[str]) -> NameFilter | None:

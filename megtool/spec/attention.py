@@ -35,7 +35,11 @@ class AttentionPart:
     """The output is multiplied by the sigmoid of a projection of the input."""
     attn_sinks: bool = fact("flag", False, hf=None, megatron="softmax_type")
     """Each head has a learned score that takes part in the softmax and attends to nothing."""
-    softmax_scale: float | None = fact("factor", None, hf="attention_multiplier", megatron=None)
+    attn_zero_sinks: bool = fact("flag", False, hf=None, megatron="softmax_type")
+    """Each head has such a score that is 0 and not learned (softmax "off by one")."""
+    softmax_scale: float | None = fact(
+        "factor", None, hf="attention_multiplier", megatron="softmax_scale", from_family=True
+    )
     """Multiplies scores; None: one over the square root of a query head's size."""
     attn_softcap: float = fact(
         "score", 0.0, hf="attn_logit_softcapping", megatron=None, limits="not negative"

@@ -105,7 +105,7 @@ _MATTERS: tuple[tuple[Callable[[ModelConfig], object], tuple[str, ...]], ...] = 
     (layer_sets.conv_layers, _fields_of("short_conv")),
     (lambda c: c.latent.kv_lora_rank, ("qk_nope_head_dim", "qk_rope_head_dim")),
     (lambda c: c.latent.kv_lora_rank or c.compression.is_compressed, ("q_lora_rank",)),
-    (lambda c: not c.latent.kv_lora_rank, ("num_kv_heads", "rotary_percent")),
+    (lambda c: not c.latent.kv_lora_rank, ("num_kv_heads",)),
     (
         lambda c: c.indexer.index_num_heads,
         _fields_of("indexer", but="index_num_heads"),

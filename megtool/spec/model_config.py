@@ -120,7 +120,7 @@ class ModelConfig:
         _check_kinds(self)
         turning = self.attention.head_dim * self.positions.rotary_percent
         if self.latent.kv_lora_rank:
-            turning = self.latent.qk_rope_head_dim
+            turning = self.latent.qk_rope_head_dim * self.positions.rotary_percent
         check_rope_scaling(self.positions.rope_scaling, int(turning))
         freq = self.moe.moe_layer_freq
         if (isinstance(freq, int) and freq < 1) or (
@@ -238,8 +238,8 @@ def _check_alibi(config: ModelConfig) -> None:
     """Refuse slopes of scores beside what no model has with them."""
     if config.positions.position_embedding != "alibi":
         return
-    others = ("kv_lora_rank", "attn_sinks", "attn_softcap", "compress_ratios", "bidirectional")
-    for name in others:
+    others = ("kv_lora_rank", "attn_sinks", "attn_zero_sinks", "attn_softcap", "compress_ratios")
+    for name in (*others, "bidirectional"):
         if value := config.get(name):
             raise MappingError(
                 f"{name} is {value!r} in a model whose scores have a slope (alibi)",

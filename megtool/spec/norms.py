@@ -56,6 +56,8 @@ class NormPart:
         "flag", False, hf="use_qk_norm", megatron="qk_l2_norm", from_family=True
     )
     """Queries and keys are divided by their root mean square after rotation."""
+    qk_l2_norm_unrotated: bool = fact("flag", False, hf=None, megatron="qk_l2_norm")
+    """They are so in layers without rotary embedding, too, as in Megatron."""
 
     def __post_init__(self) -> None:
         check_part(self)

@@ -24,7 +24,13 @@ class EmbeddingPart:
     """The output layer is the embedding."""
     num_token_types: int = fact("types", 0, hf="type_vocab_size", megatron="num_tokentypes")
     """Types that words have one of, each with an embedding; 0: they have none."""
-    embedding_scale: float = fact("factor", 1.0, hf="embedding_multiplier", megatron=None)
+    embedding_scale: float = fact(
+        "factor",
+        1.0,
+        hf="embedding_multiplier",
+        megatron="mup_embedding_mult",
+        from_family=True,
+    )
     """Multiplies embeddings."""
 
     def __post_init__(self) -> None:
@@ -35,7 +41,9 @@ class EmbeddingPart:
 class HeadPart:
     """What turns hidden states into logits, or into scores of labels."""
 
-    logit_scale: float = fact("factor", 1.0, hf="logits_scaling", megatron=None)
+    logit_scale: float = fact(
+        "factor", 1.0, hf="logits_scaling", megatron="mup_output_mult", from_family=True
+    )
     """Multiplies logits (some families store its inverse)."""
     logit_softcap: float = fact(
         "logit", 0.0, hf="final_logit_softcapping", megatron=None, limits="not negative"

@@ -248,8 +248,9 @@ def compressed_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         MappingError: sizes are missing.
     """
     streams: dict[str, Any] = {}
-    if args.get("enable_hyper_connections"):
-        streams["hyper_streams"] = int(args.get("num_residual_streams") or 4)
+    if args.get("enable_hyper_connections") or args.get("enable_mhc_connections"):
+        count = args.get("num_residual_streams") or args.get("mhc_num_residual_streams")
+        streams["hyper_streams"] = int(count or 4)
         streams["hyper_iterations"] = int(args.get("mhc_sinkhorn_iterations") or 20)
     if args.get("moe_n_hash_layers"):
         streams["num_hash_layers"] = int(args["moe_n_hash_layers"])

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megtool.convert.config.blocks import block_limits
 from megtool.convert.config.hybrid import gpt_form
 from megtool.convert.config.indexer import has_steps
-from megtool.convert.config.keys import num_layers
 from megtool.convert.families.family import Family
 from megtool.convert.language.expression import evaluate
+from megtool.convert.megatron.activation_args import (
+    activation_args,
+    activation_fields,
+    lost_activation,
+)
 from megtool.convert.megatron.mixer_args import mixer_args, mixer_fields
 from megtool.convert.megatron.names import padded_multiple
 from megtool.convert.megatron.parallel_args import layout_args
+from megtool.convert.megatron.rotary_args import (
+    is_yarn,
+    lost_scaling,
+    position_kind,
+    rotary_args,
+    rotary_fields,
+    yarn_args,
+)
+from megtool.convert.megatron.settings import find_unsupported, plain_args, refusal
 from megtool.errors import MappingError
 from megtool.options.layout import ParallelConfig
 from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
-_POSITIONS = {
-    "learned": "learned_absolute",
-    "rope": "rope",
-    "relative": "relative",
-    "alibi": "alibi",  # as Megatron-DeepSpeed has it
-    "none": "none",
-}
 # With a pattern, pipeline chunks and further layers are part of it.
 _CUT_BY_PATTERN: dict[str, Any] = {
     "pipeline_model_parallel_layout": None,
@@ -35,15 +42,28 @@ _CUT_BY_PATTERN: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
 }
-_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
-def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
-    """The configuration that a checkpoint's args (`vars(namespace)`) hold.
+def config_from_args(args: Mapping[str, Any], *, dropped: Collection[str] = ()) -> ModelConfig:
+    """Return the configuration that a checkpoint's args (`vars(namespace)`) hold.
 
     A HybridModel whose layers pair up (attention and an MLP) is described as the GPT model it is.
 
-    `vocab_size` is the true size where args know it, otherwise the padded one counts as true.
+    `vocab_size` is the true size where args know it, otherwise the padded one counts as true. Args
+    that are `dropped` are read as if they were not there.
+
+    Raises:
+        MappingError: a field is missing, or Megatron's model is one megtool cannot describe; with
+            the id `unsupported-setting`, an arg changes the model and is not supported.
+    """
+    plain = plain_args(args, dropped)
+    if found := find_unsupported(plain):
+        raise refusal(found)
+    return read_plain_args(plain)
+
+
+def read_plain_args(args: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration in args of plain values, whatever they have besides.
 
     Raises:
         MappingError: a field is missing, or Megatron's model is one megtool cannot describe.
@@ -84,19 +104,14 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         zero_centered_norm=bool(
             get("apply_layernorm_1p", False) or get("layernorm_zero_centered_gamma", False)
         ),
-        gated=any(bool(get(x, False)) for x in ("swiglu", "quick_geglu", "gated_linear_unit")),
-        activation=_activation(args),
+        **activation_fields(args),
         qkv_bias=linear_bias or bool(get("add_qkv_bias", False)),
         attn_out_bias=linear_bias,
         mlp_bias=linear_bias,
         qk_norm=bool(get("qk_layernorm", False)),
         attn_output_gate=bool(get("attention_output_gate", False)),
-        position_embedding=_positions(args),
+        position_embedding=position_kind(args),
         alibi_bias_max=get("alibi_bias_max", 8.0),
-        rotary_percent=float(get("rotary_percent", 1.0)),
-        rope_base=float(get("rotary_base", 10000)),
-        rope_scaling=_scaling(args),
-        no_rope_layers=_no_rope(args),
         num_token_types=int(get("num_tokentypes", 0)),
         **_window(args),
         num_experts=experts,
@@ -105,7 +120,9 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         shared_ffn_hidden_size=int(get("moe_shared_expert_intermediate_size", 0)),
         moe_layer_freq=tuple(freq) if isinstance(freq, list | tuple) else int(freq),
     )
-    return gpt_form(ModelConfig.from_fields(**fields | moe_fields(args) | mixer_fields(args)))
+    fields |= _scales(args) | rotary_fields(args)
+    fields |= moe_fields(args) | mixer_fields(args)
+    return gpt_form(ModelConfig.from_fields(**fields | _norm_fields(args, fields)))
 
 
 def args_from_config(
@@ -126,13 +143,11 @@ def args_from_config(
     sizes = parallel or ParallelConfig()
     pad = padded_multiple(sizes.tp, divisible_by)
     is_gqa = config.attention.num_kv_heads != config.attention.num_heads
-    llama3 = _is_llama3(config)
     experts = config.moe.num_experts or None
     model: dict[str, Any] = {
         "num_layers": config.num_layers,
         "encoder_num_layers": config.num_layers,
         **_encoder_decoder_args(config),
-        **_alibi_args(config),
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.mlp.ffn_hidden_size,
         "num_attention_heads": config.attention.num_heads,
@@ -142,20 +157,11 @@ def args_from_config(
         "vocab_size": config.embedding.vocab_size,
         "seq_length": positions.max_positions,
         "max_position_embeddings": positions.max_positions,
-        "position_embedding_type": _POSITIONS[positions.position_embedding],
-        "add_position_embedding": positions.position_embedding == "learned",
-        "use_rotary_position_embeddings": positions.position_embedding == "rope",
-        "rotary_base": _whole(positions.rope_base),
-        "rotary_percent": positions.rotary_percent,
-        "rotary_interleaved": positions.rope_interleaved,
-        "use_rope_scaling": llama3,
-        "rope_scaling_factor": (positions.rope_scaling or {}).get("factor", 8.0) if llama3 else 8.0,
+        **rotary_args(config),
         "add_bias_linear": config.mlp.mlp_bias,
         "add_qkv_bias": config.attention.qkv_bias and not config.mlp.mlp_bias,
-        "swiglu": config.mlp.gated and config.mlp.activation == "silu",
-        "gated_linear_unit": config.mlp.gated,
-        "squared_relu": config.mlp.activation == "relu2" and not config.mlp.gated,
-        "openai_gelu": config.mlp.activation in _TANH_GELUS and not config.mlp.gated,
+        **activation_args(config),
+        **_scale_args(config),
         "untie_embeddings_and_output_weights": not config.embedding.tied_embeddings,
         "normalization": next(k for k, v in _NORMS.items() if v == config.norms.norm),
         "norm_epsilon": config.norms.norm_eps,
@@ -169,7 +175,6 @@ def args_from_config(
         "window_attn_skip_freq": list(config.window.window_skip_freq)
         if isinstance(config.window.window_skip_freq, tuple)
         else config.window.window_skip_freq,
-        "no_rope_freq": list(positions.no_rope_layers) if positions.no_rope_layers else None,
         "num_tokentypes": config.embedding.num_token_types,
         "bert_binary_head": "ForPreTraining" in str(config.extra.get("architectures")),
         "attention_dropout": 0.0,
@@ -233,9 +238,6 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         out.append("Megatron gives an indexer to every n-th layer, and this model to others")
     if config.residual.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
-    if config.mlp.gated and config.mlp.activation in ("gelu", *_TANH_GELUS):
-        out.append(f"a gated MLP with {config.mlp.activation!r} has to be set by hand in Megatron")
-    if config.positions.rope_local_base not in (None, config.positions.rope_base):
         out.append("Megatron has one rotary base, not another for layers with a window")
     if config.attention.attn_out_bias != config.mlp.mlp_bias:
         out.append(
@@ -244,60 +246,12 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         )
     if config.mlp.mlp_bias and not config.attention.qkv_bias:
         out.append("mlp_bias without qkv_bias: Megatron has both")
-    if config.positions.rope_scaling is not None and not _is_llama3(config) and not is_yarn(config):
-        kind = config.positions.rope_scaling.get("rope_type")
-        out.append(f"rotary scaling of type {kind!r} has to be set by hand in Megatron")
+    out += [x for x in (lost_activation(config), lost_scaling(config)) if x is not None]
     return out + block_limits(config)
 
 
 def _is_gqa(args: Mapping[str, Any]) -> bool:
     return bool(args.get("group_query_attention"))
-
-
-def _is_llama3(config: ModelConfig) -> bool:
-    return (
-        config.positions.rope_scaling is not None
-        and config.positions.rope_scaling.get("rope_type") == "llama3"
-    )
-
-
-def _activation(args: Mapping[str, Any]) -> str:
-    if args.get("swiglu"):
-        return "silu"
-    if args.get("quick_geglu"):
-        return "quick_gelu"
-    if args.get("squared_relu"):
-        return "relu2"
-    return "gelu_pytorch_tanh" if args.get("openai_gelu") else "gelu"
-
-
-def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Megatron fixes Llama 3's other numbers in code (frequency factors 1 and 4, context 8192)."""
-    if not args.get("use_rope_scaling"):
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": float(args.get("rope_scaling_factor") or 8.0),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-def _positions(args: Mapping[str, Any]) -> str:
-    """Absent in args older than the choice, which had a flag for learned positions."""
-    declared = args.get("position_embedding_type")
-    if declared is None:
-        is_learned = args.get("add_position_embedding") and not args.get(
-            "use_rotary_position_embeddings"
-        )
-        return "learned" if is_learned else "rope"
-    if declared in ("yarn", "mrope"):
-        return "rope"
-    return next(
-        (ours for ours, megatron_name in _POSITIONS.items() if megatron_name == declared),
-        str(declared),
-    )
 
 
 def _window(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,43 +277,89 @@ def _encoder_decoder_args(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _alibi_args(config: ModelConfig) -> dict[str, Any]:
-    """An arg of our own, which Megatron has none for."""
-    is_alibi = config.positions.position_embedding == "alibi"
-    return {"alibi_bias_max": config.positions.alibi_bias_max} if is_alibi else {}
-
-
 def _sides(config: ModelConfig) -> tuple[int, int]:
     """How many tokens before and behind its own one attends to, within a window."""
     side = config.window.window_size - 1
     return side, side if config.bidirectional else 0
 
 
-def _no_rope(args: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """One flag per layer; n means that every n-th layer has no rotary embedding."""
-    freq = args.get("no_rope_freq")
-    if not freq:
-        return None
-    if isinstance(freq, int):
-        return tuple(int((i + 1) % freq == 0) for i in range(num_layers(args)))
-    return tuple(int(f) for f in freq)
+def _scales(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors of scores, embeddings and logits, muP's included.
+
+    Latent attention has a factor of its own. Source of muP's: megatron-core 0.19.2,
+    `TransformerConfig.__post_init__`.
+    """
+
+    def get(name: str, default: float | None) -> Any:
+        return default if args.get(name) is None else float(args[name])
+
+    hidden, heads = int(args["hidden_size"]), int(args["num_attention_heads"])
+    size = int(args.get("kv_channels") or hidden // heads)
+    scale, out = get("softmax_scale", None), dict[str, Any]()
+    if args.get("use_mup"):
+        width = hidden / get("mup_base_hidden_size", float(hidden))
+        output = get("mup_output_mult", 1.0)
+        out["embedding_scale"] = get("mup_embedding_mult", 1.0)
+        out["logit_scale"] = 1 / width if output == 1 else output
+        if scale is None:
+            base = get("mup_base_head_dim", 1.0)
+            scale = math.sqrt(base) / size ** get("mup_attn_scale_power", 1.0)
+    if scale is not None and not math.isclose(scale, size**-0.5):
+        out["softmax_scale"] = scale
+    return out if not args.get("multi_latent_attention") else out | {"softmax_scale": None}
 
 
-def _whole(value: float) -> float | int:
-    return int(value) if value == int(value) else value
+def _scale_args(config: ModelConfig) -> dict[str, Any]:
+    """Return the args that `_scales` reads. Releases before 0.19 have none for embeddings and
+    logits."""
+    scale, size = config.attention.softmax_scale, config.attention.head_dim
+    is_latent = bool(config.latent.kv_lora_rank)
+    out: dict[str, Any] = {"softmax_scale": None if is_latent else scale}
+    ends = (config.embedding.embedding_scale, config.head.logit_scale)
+    if ends == (1.0, 1.0):
+        return out
+    if scale is None and not is_latent:
+        out["softmax_scale"] = size**-0.5
+    out |= {"use_mup": True, "mup_base_hidden_size": config.hidden_size}
+    return out | {"mup_embedding_mult": ends[0], "mup_output_mult": ends[1]}
 
 
-# Keys of a rotary scaling of type `yarn`, as Megatron's args call them with latent attention and
-# without, and what Megatron takes where nothing is said.
-_YARN = (
-    ("factor", "rotary_scaling_factor", 1.0),
-    ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
-    ("beta_fast", "beta_fast", 32.0),
-    ("beta_slow", "beta_slow", 1.0),
-    ("mscale", "mscale", 1.0),
-    ("mscale_all_dim", "mscale_all_dim", 0.0),
-)
-_ROUND = ("truncate", "yarn_correction_range_round_to_int")
+def _norm_fields(args: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether queries and keys that do not turn are normalized, too, as Megatron does."""
+    without = fields.get("no_rope_layers")
+    stands = fields.get("position_embedding") != "rope" or bool(without and any(without))
+    return {"qk_l2_norm_unrotated": bool(args.get("qk_l2_norm")) and stands}
+
+
+def _softmax_type(config: ModelConfig) -> str:
+    if config.attention.attn_zero_sinks:
+        return "off-by-one"
+    return "learnable" if config.attention.attn_sinks else "vanilla"
+
+
+def _router_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how experts are chosen in evaluation.
+
+    With `sinkhorn` these are the best by a softmax over all, or by a sigmoid where a token gets but
+    one; groups, scaling and biases play no part then.
+    """
+
+    def get(name: str, default: Any) -> Any:
+        value = args.get(name)
+        return default if value is None else value
+
+    kind = args.get("moe_router_load_balancing_type")
+    if kind == "sinkhorn" or kind in (["sinkhorn"], ("sinkhorn",)):
+        is_one = int(get("moe_router_topk", 0)) == 1
+        return {"router_score": "sigmoid" if is_one else "softmax", "router_pre_softmax": True}
+    return {
+        "router_score": str(get("moe_router_score_function", "softmax")),
+        "router_pre_softmax": bool(get("moe_router_pre_softmax", False)),
+        "router_scaling": float(get("moe_router_topk_scaling_factor", 1.0)),
+        "router_num_groups": int(get("moe_router_num_groups", 0)),
+        "router_topk_groups": int(get("moe_router_group_topk", 0)),
+        "router_expert_bias": bool(get("moe_router_enable_expert_bias", False)),
+    }
 
 
 def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,15 +371,10 @@ def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 
     mtp = int(get("mtp_num_layers", 0))
     out: dict[str, Any] = {
-        "router_score": str(get("moe_router_score_function", "softmax")),
-        "router_pre_softmax": bool(get("moe_router_pre_softmax", False)),
-        "router_scaling": float(get("moe_router_topk_scaling_factor", 1.0)),
-        "router_num_groups": int(get("moe_router_num_groups", 0)),
-        "router_topk_groups": int(get("moe_router_group_topk", 0)),
-        "router_expert_bias": bool(get("moe_router_enable_expert_bias", False)),
+        **(_router_fields(args) if int(get("num_experts", 0)) else {}),
         "shared_expert_gate": bool(get("moe_shared_expert_gate", False)),
         "attn_sinks": get("softmax_type", "vanilla") == "learnable",
-        "rope_interleaved": bool(get("rotary_interleaved", False)),
+        "attn_zero_sinks": get("softmax_type", "vanilla") == "off-by-one",
         "activation_limit": float(get("activation_func_clamp_value", 0.0)),
         "glu_offset": float(get("glu_linear_offset", 0.0)),
         "qk_l2_norm": bool(get("qk_l2_norm", False)),
@@ -398,23 +393,12 @@ def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
             "head_dim": nope + rope,
             "num_kv_heads": int(args["num_attention_heads"]),
         }
-        if get("rope_type", "yarn") == "yarn" and get("rotary_scaling_factor", 1.0) != 1:
-            out["rope_scaling"] = _yarn(args, "")
-    elif get("position_embedding_type", "") == "yarn":
-        out["rope_scaling"] = _yarn(args, "yarn_")
     return out
-
-
-def _yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    values = {ours: args.get(prefix + megatron_name) for ours, megatron_name, _ in _YARN}
-    values[_ROUND[0]] = args.get(_ROUND[1])
-    return {"rope_type": "yarn"} | {k: v for k, v in values.items() if v is not None}
 
 
 def moe_args(config: ModelConfig) -> dict[str, Any]:
     """Args from the fields of ModelConfig that `moe_fields` reads."""
     scaling = config.router.router_scaling
-    is_quick = config.mlp.gated and config.mlp.activation == "quick_gelu"
     out: dict[str, Any] = {
         "moe_router_score_function": config.router.router_score,
         "moe_router_pre_softmax": config.router.router_pre_softmax,
@@ -423,8 +407,7 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
         "moe_router_group_topk": config.router.router_topk_groups or None,
         "moe_router_enable_expert_bias": config.router.router_expert_bias,
         "moe_shared_expert_gate": config.moe.shared_expert_gate,
-        "softmax_type": "learnable" if config.attention.attn_sinks else "vanilla",
-        "quick_geglu": is_quick,
+        "softmax_type": _softmax_type(config),
         "glu_linear_offset": config.mlp.glu_offset,
         "activation_func_clamp_value": config.mlp.activation_limit or None,
         "qk_l2_norm": config.norms.qk_l2_norm,
@@ -433,7 +416,6 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
         "mtp_num_layers": config.mtp.num_mtp_layers or None,
         "multi_latent_attention": bool(config.latent.kv_lora_rank),
     }
-    yarn = config.positions.rope_scaling if is_yarn(config) else None
     if config.latent.kv_lora_rank:
         out |= {
             "q_lora_rank": config.latent.q_lora_rank or None,
@@ -441,24 +423,6 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
             "qk_head_dim": config.latent.qk_nope_head_dim,
             "qk_pos_emb_head_dim": config.latent.qk_rope_head_dim,
             "v_head_dim": config.attention.v_head_dim,
-            "rope_type": "yarn" if yarn else "rope",
+            "rope_type": "yarn" if is_yarn(config) else "rope",
         }
-    if yarn:
-        prefix = "" if config.latent.kv_lora_rank else "yarn_"
-        out |= {
-            prefix + megatron_name: yarn.get(ours, default)
-            for ours, megatron_name, default in _YARN
-        }
-        if not config.latent.kv_lora_rank:
-            absent = {f"yarn_{k}": None for k in ("mscale", "mscale_all_dim") if k not in yarn}
-            out |= absent | {
-                "position_embedding_type": "yarn",
-                _ROUND[1]: yarn.get(_ROUND[0], True),
-            }
-    return out
-
-
-def is_yarn(config: ModelConfig) -> bool:
-    """Whether the rotary scaling is YaRN's, which Megatron's args can express."""
-    positions = config.positions
-    return positions.rope_scaling is not None and positions.rope_scaling.get("rope_type") == "yarn"
+    return out | yarn_args(config)

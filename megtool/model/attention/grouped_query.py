@@ -208,6 +208,8 @@ class Attention(nn.Module):
         else:
             key, value = frame.shared_kv[self.kv_layer]
         sinks_N = self.core_attention.softmax_offset if self.has_sinks else None
+        if config.attention.attn_zero_sinks:
+            sinks_N = query.new_zeros(self.num_heads)
         query, rule = (
             query.transpose(1, 2),
             ScoreRule(scale=self.scale, softcap=config.attention.attn_softcap),
@@ -231,8 +233,8 @@ class Attention(nn.Module):
             x_BSND = norm(x_BSND)
         if turn is not None:
             x_BSND = rotate(x_BSND, *turn, interleaved=config.positions.rope_interleaved)
-            if config.norms.qk_l2_norm:
-                x_BSND = rms_norm(x_BSND, None, config.norms.norm_eps)
+        if config.norms.qk_l2_norm and (turn is not None or config.norms.qk_l2_norm_unrotated):
+            x_BSND = rms_norm(x_BSND, None, config.norms.norm_eps)
         return norm(x_BSND) if norm is not None and config.norms.qk_norm_rotated else x_BSND
 
     def _kept(

@@ -193,7 +193,7 @@ class Indexer(nn.Module):
         config, interleaved = self.config, self.config.indexer.index_interleaved
         positions = config.positions
         if positions.rope_interleaved != interleaved:
-            half = config.latent.qk_rope_head_dim // 2
+            half = turn[0].shape[-1] // 2
             angles = [t[..., ::2] if positions.rope_interleaved else t[..., :half] for t in turn]
             cos, sin = (
                 t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in angles

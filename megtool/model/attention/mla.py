@@ -251,11 +251,11 @@ class LatentAttention(nn.Module):
         shared = shared_BL1R.expand(-1, -1, self.num_heads, -1)
         query = torch.cat((nope_BSND, rope_BSNR), -1).transpose(1, 2)
         key = torch.cat((key, shared), -1).transpose(1, 2)
-        value = value.transpose(1, 2)
+        value, sinks_N = value.transpose(1, 2), self._sinks(query)
         if frame.cp.size > 1 and not self.exchange.gathers:
             states = query, key, value
-            return attend_across(states, frame, self.layer, self._rule, self.exchange)
-        return attend_all(query, key, value, frame, self.layer, self._rule)
+            return attend_across(states, frame, self.layer, self._rule, self.exchange, sinks_N)
+        return attend_all(query, key, value, frame, self.layer, self._rule, sinks_N)
 
     def _attend_cached(
         self,
@@ -294,8 +294,14 @@ class LatentAttention(nn.Module):
             frame,
             self.layer,
             self._rule,
+            self._sinks(within),
         )
         return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """Return the scores that take part in every head's softmax, where there are some."""
+        has_sinks = self.config.attention.attn_zero_sinks
+        return query.new_zeros(self.num_heads) if has_sinks else None
 
     def _up_weight(self) -> Tensor:
         """The up-projection of keys and values, including an adapter's addition."""

@@ -42,7 +42,7 @@ def has_rotation(config: ModelConfig, layer: int) -> bool:
 def rotary_size(config: ModelConfig) -> int:
     """How many elements of a head turn (R)."""
     if config.latent.kv_lora_rank:
-        return config.latent.qk_rope_head_dim
+        return int(config.latent.qk_rope_head_dim * config.positions.rotary_percent)
     return int(config.attention.head_dim * config.positions.rotary_percent)
 
 

@@ -283,6 +283,7 @@ def check_stacks(config: ModelConfig) -> None:
         config.layer_kinds,
         config.attention.attn_softcap,
         config.attention.attn_sinks,
+        config.attention.attn_zero_sinks,
         config.mtp.num_mtp_layers,
         config.attention.num_kv_heads != config.attention.num_heads,
     )

@@ -187,7 +187,7 @@ class _Chooser:
             sizes,
             has_softcap=bool(config.attention.attn_softcap),
             has_bias=config.positions.position_embedding in ("alibi", "relative"),
-            has_window_sinks=config.attention.attn_sinks
+            has_window_sinks=(config.attention.attn_sinks or config.attention.attn_zero_sinks)
             and self.layer.layer in layer_sets.sink_layers(config)
             and config.window.has_window(self.layer.layer),
         )
