@@ -144,6 +144,7 @@ READ: dict[str, tuple[str, ...]] = _table(
     linear_num_key_heads linear_num_key_heads
     linear_num_value_heads linear_num_value_heads
     kda_two_stage_gates layer_kinds
+    kda_safe_gate layer_kinds
     short_conv_kernel_dim short_conv_taps
     short_conv_bias short_conv_bias
     heterogeneous_layers_config_encoded_json layer_sizes
@@ -182,13 +183,17 @@ NO_EFFECT: dict[str, frozenset[str]] = {
         bert_embedder_type config deprecated_use_mcore_models do_test do_train do_valid
         encoder_config encoder_num_layers hetereogenous_dist_checkpoint heterogeneous_block_specs
         hybrid_stack_spec iteration make_vocab_size_divisible_by mamba_stack_spec model_type
-        mtp_block_spec mtp_standalone mup_width_mult output_bert_embeddings pad_vocab_size
-        parallel_output pg_collection post_process pre_process return_embeddings
+        mtp_block_spec mtp_standalone mup_width_mult output_bert_embeddings output_layer_bias
+        pad_vocab_size parallel_output pg_collection post_process pre_process return_embeddings
         scatter_embedding_sequence_parallel transformer_decoder_layer_spec
         transformer_encoder_layer_spec transformer_impl transformer_layer_spec use_mcore_models
         vp_stage
         """
     ),
+    "it means something beside an arg that is refused": _names(
+        "gdp_num_householder moe_pad_expert_input_to_capacity moe_token_drop_policy"
+    ),
+    "texts alone have one position a token": _names("mrope_section"),
     "megatron-core has no code that reads it": _names(
         """
         apply_query_key_layer_scaling moe_router_topk_limited_devices moe_token_dropping test_mode
@@ -273,7 +278,7 @@ NO_EFFECT: dict[str, frozenset[str]] = {
         kitchen_config_file kitchen_recipe_number main_params_dtype mamba_training_ssm_states_dtype
         megatron_fsdp_main_params_dtype moe_combine_bwd_dtype moe_dispatch_fwd_dtype
         moe_router_padding_for_fp8 moe_router_padding_for_quantization num_layers_at_end_in_bf16
-        num_layers_at_start_in_bf16 params_dtype pipeline_dtype quant_recipe
+        num_layers_at_start_in_bf16 onnx_safe params_dtype pipeline_dtype quant_recipe
         reuse_grad_buf_for_mxfp8_param_ag te_precision_config_file tp_only_amax_red use_kitchen
         use_kitchen_attention
         """
