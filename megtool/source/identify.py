@@ -137,8 +137,8 @@ def _describe_by_args(
     if drop_settings:
         changed = args_from_config(config) if dropped else {}
         names = [n for n in changed if any(n == CONFIG_FIELDS[f].megatron for f in dropped)]
-        kept = {n: v for n, v in args.items() if n not in removed}
-        catalogue.metadata["args"] = kept | {n: changed[n] for n in names}
+        others = {n: v for n, v in args.items() if n not in removed}
+        catalogue.metadata["args"] = others | {n: changed[n] for n in names}
     return ModelIdentity(
         family=named,
         config=config,
@@ -163,8 +163,8 @@ def _plain_args(
 
 
 def _unsupported(plain: Mapping[str, Any]) -> MappingError | None:
-    found = find_unsupported(plain)
-    return refusal(found) if found else None
+    settings = find_unsupported(plain)
+    return refusal(settings) if settings else None
 
 
 def _follow_args(

@@ -34,6 +34,8 @@ from megtool.source.checkpoint import CheckpointSource, ModelIdentity
 from megtool.source.identify import identify_model, refuse_lost
 from megtool.source.merge import add_adapters
 from megtool.source.repeated_tensors import has_own_head
+from megtool.source.unread_files import warn_unread_files
+from megtool.spec.model_config import ModelConfig
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import GlobalTensor
 

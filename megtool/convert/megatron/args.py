@@ -57,8 +57,8 @@ def config_from_args(args: Mapping[str, Any], *, dropped: Collection[str] = ()) 
             the id `unsupported-setting`, an arg changes the model and is not supported.
     """
     plain = plain_args(args, dropped)
-    if found := find_unsupported(plain):
-        raise refusal(found)
+    if unsupported := find_unsupported(plain):
+        raise refusal(unsupported)
     return read_plain_args(plain)
 
 

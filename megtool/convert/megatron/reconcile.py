@@ -72,11 +72,11 @@ def reconcile(
         in_args, in_config = (read_plain_args(plain_args(x)) for x in (completed, expected))
     except MappingError:  # the args belong to another class of model, which its tensors tell
         return config, []
-    found = [
+    contradictions = [
         Contradiction(field=name, in_args=a, in_config=b)
         for name in FOLLOWED
         if (a := in_args.get(name)) != (b := in_config.get(name))
     ]
-    if not found or in_args.num_layers != in_config.num_layers:
+    if not contradictions or in_args.num_layers != in_config.num_layers:
         return config, []
-    return config.with_fields(**{c.field: c.in_args for c in found}), found
+    return config.with_fields(**{c.field: c.in_args for c in contradictions}), contradictions

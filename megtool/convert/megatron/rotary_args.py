@@ -156,8 +156,8 @@ def lost_scaling(config: ModelConfig) -> str | None:
     if kind == "llama3":
         other = {k: scaling[k] for k, v in LLAMA3.items() if scaling.get(k, v) != v}
         if other:
-            said = ", ".join(f"{k}={v}" for k, v in other.items())
-            return f"rotary scaling of type 'llama3' with {said}: Megatron fixes these numbers"
+            numbers = ", ".join(f"{k}={v}" for k, v in other.items())
+            return f"rotary scaling of type 'llama3' with {numbers}: Megatron fixes these numbers"
         return None
     if kind in ("yarn", "linear"):
         return None

@@ -270,12 +270,12 @@ def describe_unknown(names: Collection[str]) -> str:
     return f"{len(names)} {what} unknown to this version, and not read: {shown}"
 
 
-def refusal(found: Collection[FoundSetting]) -> MappingError:
+def refusal(settings: Collection[FoundSetting]) -> MappingError:
     """Return the error that names unsupported settings, and the way out."""
-    said = "; ".join(f"{s.name} is {s.value!r:.60}: {s.effect}" for s in found)
-    drop = " ".join(f"--drop-setting {s.name}" for s in found)
+    texts = "; ".join(f"{s.name} is {s.value!r:.60}: {s.effect}" for s in settings)
+    drop = " ".join(f"--drop-setting {s.name}" for s in settings)
     return MappingError(
-        f"the checkpoint's args change the model in a way that megtool does not support: {said}",
+        f"the checkpoint's args change the model in a way that megtool does not support: {texts}",
         hint=f"{drop} reads the model as if it were not set; Megatron's own formats keep it",
         error_id="unsupported-setting",
     )

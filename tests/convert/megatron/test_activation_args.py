@@ -1,5 +1,7 @@
-"""Which activation Megatron computes by its args. The formulas themselves are compared with
-megatron-core in tests/fidelity."""
+"""The activation that Megatron computes by its args.
+
+The formulas themselves are compared with megatron-core in tests/fidelity.
+"""
 
 from __future__ import annotations
 
