@@ -195,7 +195,7 @@ def _yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         out[ROUND[0]] = args[ROUND[1]]
     weights = (out.get("mscale"), out.get("mscale_all_dim"))
     if None not in weights and not all(weights):  # transformers then ignores the other one
-        first, second = (_temperature(out["factor"], float(w)) for w in weights)
+        first, second = (_temperature(out["factor"], float(w or 0)) for w in weights)
         if not math.isclose(first / second, _temperature(out["factor"], 1.0)):
             out["attention_factor"] = first / second
     return out
