@@ -149,7 +149,6 @@ ALLOWED_LONG_LISTS = {
     "megtool/access/checkpoint.py: as_": _API,
     "megtool/access/checkpoint.py: stream": _API,
     "megtool/access/state_dict.py: load_state_dict": _API,
-    "megtool/formats/torch_dist/layout.py: plan_torch_dist_layout": _PLAN,
     "megtool/formats/zarr/layout.py: plan_zarr_layout": _PLAN,
     "megtool/plan/planner.py: build_plan": _PLAN,
     "megtool/inference/generation/text_engine.py: __init__": _API,

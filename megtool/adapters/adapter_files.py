@@ -14,7 +14,7 @@ from megtool.adapters.peft_writer import PeftAdapter
 from megtool.dtypes import dtype
 from megtool.formats.safetensors.header import encode_header
 from megtool.formats.safetensors.reader import place_tensors
-from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
 from megtool.staging.stage import Stage
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -55,10 +55,10 @@ def plan_megatron_files(
         tensors,
         shards,
         num_files=1,
-        common={"checkpoint_version": 3.0, "iteration": iteration},
-        iteration=iteration,
         small_files=small_files,
-        megatron=True,
+        megatron=MegatronSave(
+            common={"checkpoint_version": 3.0, "iteration": iteration}, iteration=iteration
+        ),
     )
     catalogue = planned.catalogue
     parts: list[list[tuple[int, bytes | Tensor]]] = [[] for _ in catalogue.files]

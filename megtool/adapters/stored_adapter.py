@@ -19,7 +19,7 @@ from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
 from megtool.transport.reading.reader import CheckpointReader
-from megtool.transport.weight_update import WeightUpdate
+from megtool.transport.weight_update import LowRankProduct, WeightUpdate
 
 
 class LazyMatrix:
@@ -110,27 +110,18 @@ def unpaired_matrix(catalogue: Catalogue, names: Mapping[str, str]) -> FormatErr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedWeight:
-    """What is added to the weight `name` of a dialect: `scale * up @ down`.
+class AdaptedWeight(LowRankProduct[LazyMatrix]):
+    """What is added to the weight `name` of a dialect.
 
     `down` is `[rank, in]` and `up` `[out, rank]`, or both have a leading dimension of experts;
-    `tensor` is the stored name of one of them, for errors. `part` names the canonical weight (`q`)
+    `tensor` is the stored name of one of them. `part` names the canonical weight (`q`)
     whose rows are those of `up`, where the stored one has several. A checkpoint of ranks has the
     rows of `up` in `row_pieces` pieces.
     """
 
     name: str
-    down: LazyMatrix
-    up: LazyMatrix
-    scale: float
-    tensor: str
     part: str | None = None
     row_pieces: int = 1
-
-    @property
-    def rank(self) -> int:
-        """Rows of `down`."""
-        return self.down.shape[-2]
 
 
 Resolver = Callable[[AdaptedWeight, DialectWeights], tuple[AdaptedWeight, list[MatrixSlice]] | None]

@@ -352,9 +352,9 @@ def _report_divergence(
             place=p.place,
             kl=p.kl,
             before=show(*texts[p.document].tokens[max(0, p.place - 12) : p.place]),
-            expected=show(p.expected),
-            predicted=show(p.ours),
-            reference=show(p.reference),
+            expected=show(p.expected_id),
+            predicted=show(p.our_id),
+            reference=show(p.reference_id),
         )
         for p in c.worst
     )

@@ -116,7 +116,7 @@ def evaluate_labels(
             classes={
                 name: {"texts": count, "right": hits, "predicted": times}
                 for name, (count, hits, times) in zip(
-                    names, () if score is None else score.classes, strict=False
+                    names, () if score is None else score.class_counts, strict=False
                 )
             },
             predictions=None if options.predictions is None else str(options.predictions),

@@ -10,10 +10,10 @@ from megtool.commands.reports.lint import LintReport
 from megtool.errors import FormatError
 from megtool.lint.context import read_context
 from megtool.lint.engines import ENGINES, EngineTarget
-from megtool.lint.finding import Finding, sort_findings
 from megtool.lint.folder_view import open_folder
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.engine_support import EngineVersion, parse_engine
+from megtool.report.finding import Finding, sort_findings
 
 
 def _newer_release(target: EngineVersion) -> Finding:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megtool.convert.families.family import Family
+from megtool.convert.language.binding import MatchedTensors
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import dtype
 from megtool.spec.model_config import ModelConfig
@@ -14,23 +15,16 @@ from megtool.tensors.sharded import GlobalTensor, Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanonicalView:
+class CanonicalView(MatchedTensors):
     """Stored tensors and the canonical tensors they hold.
 
-    `placements` and `canonical` are keyed by canonical name; optimizer state is called
-    `<state>:<canonical name>`, and `states` says how the source spells each state. `padding` counts
-    the padding rows of stored tensors. `copies` says of dropped weights which canonical tensor they
-    are said to repeat. `config` has its flags set by what is there. `is_hybrid`: stored names are
-    those of Megatron's HybridModel.
+    Optimizer state is called `<state>:<canonical name>`, and `states` says how the source spells
+    each state. `config` has its flags set by what is there. `is_hybrid`: stored names are those of
+    Megatron's HybridModel.
     """
 
     dialect: str
     tensors: tuple[GlobalTensor, ...]
-    placements: dict[str, Placement]
-    canonical: dict[str, GlobalTensor]
-    dropped: list[tuple[str, str]] = field(default_factory=list)
-    copies: dict[str, str] = field(default_factory=dict)
-    padding: dict[str, int] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     config: ModelConfig | None = None
     family: Family | None = None

@@ -116,8 +116,6 @@ def read_side(
     out = CanonicalView(
         dialect=dialect,
         tensors=tuple(tensors),
-        placements={},
-        canonical={},
         states={s: n for s, n in states.items() if s},
         family=family,
         is_hybrid=is_hybrid,

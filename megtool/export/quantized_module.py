@@ -10,36 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megtool.formats.safetensors.quantized_parts import PackedWeight
 from megtool.number_formats.decode import COLUMNS, LOW_RANK_DOWN
-from megtool.number_formats.packed_parts import PackedPart
 from megtool.tensors.catalogue import Catalogue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedModule:
+class QuantizedModule(PackedWeight):
     """One quantized linear module.
 
     `name` is that of the module in its Hugging Face folder (no `.weight`), `shape` `[out, in]` that
     of its weight. `algo` is one of `quant.recipes.formats.FORMATS`, `group_size` the columns (or
-    rows and columns) under one scale, 0 where that is no choice of the format. `packing` is as
-    `number_formats.layout` writes it. `parts` are codes first, then scales, each with the name of
-    the stored tensor it is; `COLUMNS` among them is what inputs are multiplied by
-    (`pre_quant_scale`). `input_scale` is the stored tensor of the inputs' scale, "" where there is
-    none; `input_divides` says that it is the reciprocal of it.
+    rows and columns) under one scale, 0 where that is no choice of the format. `COLUMNS` among its
+    parts is what inputs are multiplied by (`pre_quant_scale`). `input_scale` is the stored tensor
+    of the inputs' scale, "" where there is none; `input_divides` says that it is the reciprocal.
     """
 
-    name: str
     shape: tuple[int, int]
     algo: str
     group_size: int
-    packing: str
-    parts: tuple[tuple[PackedPart, str], ...]
     input_scale: str = ""
     input_divides: bool = False
-
-    def part(self, role: str) -> tuple[PackedPart, str] | None:
-        """The part of a role and the tensor that holds it; None where there is none."""
-        return next(((p, n) for p, n in self.parts if p.role == role), None)
 
     @property
     def is_smoothed(self) -> bool:

@@ -17,8 +17,7 @@ from megtool.plan.copies import ReshardPlan
 from megtool.plan.execute import CopyReport
 from megtool.reshard.execute import peak_rss_bytes
 from megtool.reshard.staged_write import make_stage, write_staged, written_files
-from megtool.reshard.written_digests import count_digested, write_digests
-from megtool.staging.stage import Stage
+from megtool.reshard.written_digests import count_digests, write_digests
 from megtool.storage.files import Files
 
 
@@ -104,13 +103,14 @@ class PlannedExport:
         except FormatError as e:  # numbers that are encoded may come from several files
             e.file = e.file or self.report.source
             raise
+        digests = count_digests(self.plan, stage)
         return replace(
             report,
             warnings=(*report.warnings, *stage.messages),
             seconds=time.monotonic() - self.start,
             peak_rss_bytes=peak_rss_bytes(),
-            digested=count_digested(self.plan, stage.sidecar),
-            digested_files=_count_files(stage),
+            digested=digests.tensors,
+            digested_files=digests.files,
             worker=copied.worker,
         )
 
@@ -120,8 +120,3 @@ class PlannedExport:
         if self.is_file or execution.digest_mode is DigestMode.NONE:
             return names
         return tuple(sorted({*names, SIDECAR}))
-
-
-def _count_files(stage: Stage) -> int:
-    """The number of files that have a digest; a single file has one."""
-    return 1 if stage.is_file else len(stage.sidecar.files) if stage.sidecar else 0

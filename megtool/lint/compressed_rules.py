@@ -9,10 +9,10 @@ from typing import Any
 from megtool.formats.safetensors.quantization_config import online_transforms
 from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines, rows_for
-from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.quant.recipes.compressed_arguments import means
 from megtool.quant.recipes.formats import FORMATS
+from megtool.report.finding import Finding
 from megtool.tensors.box import numel
 
 _FLOATS = ("float32", "bfloat16", "float16")

@@ -9,7 +9,6 @@ from megtool.convert.families.draft_heads import find_draft_head
 from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, is_unknown_form, load_engines, rows_for
-from megtool.lint.finding import Finding, Severity
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.lint.quant_config import (
     MIXED,
@@ -25,6 +24,7 @@ from megtool.quant.recipes.engine_models import (
     kv_cache_only_hint,
 )
 from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS
+from megtool.report.finding import Finding, Severity
 
 _IN_COMPRESSED: Mapping[str, tuple[str, int, str, str]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": ("float", 8, "channel", "token"),

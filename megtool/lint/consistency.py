@@ -8,11 +8,11 @@ from dataclasses import replace
 from megtool.lint.compressed_rules import find_group, ignored_modules
 from megtool.lint.context import LinearModule, LintContext, read_context
 from megtool.lint.engines import EngineTarget
-from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
 from megtool.lint.rules import apply_rules, load_rules
 from megtool.quant.recipes.compressed_arguments import means
 from megtool.quant.recipes.engine_support import EngineVersion
+from megtool.report.finding import Finding, error
 
 _ALWAYS_ERRORS = frozenset(("kv-scales-half",))
 """Rules that engines differ about, and that find a contradiction all the same."""

@@ -9,7 +9,6 @@ from math import ceil
 from typing import Any
 
 from megtool.lint.engines import EngineTarget, load_engines
-from megtool.lint.finding import Finding
 from megtool.lint.folder_view import (
     BRANCH,
     KV_CACHE_SCALES,
@@ -24,6 +23,7 @@ from megtool.lint.quant_config import (
     parse_quantization_config,
 )
 from megtool.lint.scale_sanity import SCALE_NAMES
+from megtool.report.finding import Finding
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<last>[^.]+)")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")

@@ -9,8 +9,8 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal, Protocol, TypeVar
 
-from megtool.lint.finding import Severity
 from megtool.quant.recipes.engine_support import EngineVersion
+from megtool.report.finding import Severity
 
 ENGINES = ("vllm", "sglang", "trtllm")
 

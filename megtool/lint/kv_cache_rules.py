@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from megtool.lint.config_rules import effective_config, more
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget
-from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE, KV_CACHE_SCALES, FolderView
 from megtool.quant.recipes.formats import KV_BITS
+from megtool.report.finding import Finding
 from megtool.tensors.box import numel
 
 _BIASES = ("k_bias", "v_bias")

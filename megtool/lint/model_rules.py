@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from megtool.lint.context import Check, LintContext, parts_of
 from megtool.lint.engines import EngineTarget
-from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.quant.recipes.engine_models import permutes_rotary_rows, rotary_conflict
+from megtool.report.finding import Finding
 
 _LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)\.(?P<name>.+)")
 

@@ -10,10 +10,10 @@ from megtool.lint.config_rules import effective_config
 from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, ExcludeList, load_engines, rows_for
 from megtool.lint.exclude_matching import MATCHERS, PartlyExcludedError
-from megtool.lint.finding import Finding
 from megtool.lint.quant_config import MIXED
 from megtool.lint.stored_format import STORED_FORMATS
 from megtool.quant.recipes.formats import FORMATS
+from megtool.report.finding import Finding
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget
 from megtool.lint.expected import ExpectedModel
-from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView, StoredTensor
 from megtool.lint.scale_sanity import SCALE_NAMES, check_values
 from megtool.number_formats.layout import MX_BLOCK
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS, is_in_expert_blocks
+from megtool.report.finding import Finding, error
 
 _SCALES = "_scales"
 _BLOCK_BYTES = MX_BLOCK // 2

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megtool.formats.safetensors.quantization_config import QUANT_FILE
-from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
 from megtool.quant.recipes.formats import PLAIN_ALGOS
+from megtool.report.finding import Finding, error
 
 MIXED = "MIXED_PRECISION"
 

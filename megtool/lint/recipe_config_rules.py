@@ -9,11 +9,11 @@ from typing import Any
 from megtool.formats.safetensors.quantization_config import QUANT_FILE, QUANT_KEYS, TRANSFORMS_KEY
 from megtool.formats.safetensors.reader import INDEX
 from megtool.lint.expected import ExpectedModel
-from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import CONFIG_FILE, FolderView
 from megtool.lint.quant_config import MIXED, QuantConfig, iterate_layers
 from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, PLAIN_ALGOS, SMOOTHED_ALGOS
 from megtool.quant.recipes.match import Decision
+from megtool.report.finding import Finding, error
 from megtool.storage.files import Files
 
 _ABSENT = object()

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 from megtool.lint.expected import ExpectedModel
-from megtool.lint.finding import Finding, error, warning
 from megtool.lint.folder_view import (
     COMPANIONS,
     CONFIG_FILE,
@@ -40,6 +39,7 @@ from megtool.quant.packed_tensors.pack import TRANSPOSABLE_ALGOS
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import find_fused_name
+from megtool.report.finding import Finding, error, warning
 
 _NOT_LOADED = "no engine loads it"
 _UNKNOWN_NAME = "vLLM refuses names that it does not know"

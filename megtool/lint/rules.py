@@ -18,7 +18,7 @@ from megtool.lint import (
 )
 from megtool.lint.context import Check, LintContext
 from megtool.lint.engines import EngineTarget, RuleText, is_unknown_form, load_engines
-from megtool.lint.finding import Finding
+from megtool.report.finding import Finding
 
 METHOD_RULE = "method"
 

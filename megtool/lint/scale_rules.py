@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megtool.lint.config_rules import effective_config, more
 from megtool.lint.context import Check, LinearModule, LintContext
 from megtool.lint.engines import EngineTarget, load_engines
-from megtool.lint.finding import Finding, Severity
 from megtool.lint.folder_view import KV_CACHE_SCALES
 from megtool.lint.module_rules import excluded_units, expected_algo
 from megtool.lint.scale_sanity import (
@@ -25,6 +24,7 @@ from megtool.lint.stored_format import (
     check_types,
 )
 from megtool.quant.recipes.formats import FORMATS
+from megtool.report.finding import Finding, Severity
 from megtool.tensors.box import numel
 
 MAX_ELEMENTS = 1 << 16

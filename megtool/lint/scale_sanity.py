@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megtool.lint.finding import Finding, error, warning
 from megtool.lint.folder_view import (
     KV_CACHE_SCALES,
     FolderView,
     ScaleStatistics,
     StoredTensor,
 )
+from megtool.report.finding import Finding, error, warning
 
 OUTLIER_RATIO = 1000.0
 """A scale so many times above or below the median of similar ones is reported."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from megtool.lint.context import Check, LinearModule, LintContext, parts_of
 from megtool.lint.engines import EngineTarget, SizeLimit, load_engines
-from megtool.lint.finding import Finding
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.lint.module_rules import excluded_units
+from megtool.report.finding import Finding
 
 _SCALE_TILE = (128, 4)
 """Rows, and scales of NVFP4, in one tile of the order in which kernels read scales."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import BRANCH, StoredTensor
 from megtool.quant.recipes.formats import FORMATS
+from megtool.report.finding import Finding, error
 
 _E4M3 = "float8_e4m3fn"
 _FLOATS = ("float32", "bfloat16", "float16")

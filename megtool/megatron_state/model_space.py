@@ -30,7 +30,7 @@ def to_model_space(
     catalogue: Catalogue,
     config: ModelConfig | None,
     *,
-    compare_all: bool = False,
+    verify_master_weights: bool = False,
     lenient: bool = False,
 ) -> Catalogue:
     """The catalogue with all tensors in model space; unchanged if they are there already.
@@ -51,7 +51,7 @@ def to_model_space(
     if not has_buckets and catalogue.format != "megatron":
         return catalogue
     try:
-        return _decode(catalogue, config, compare_all, not lenient)
+        return _decode(catalogue, config, verify_master_weights, not lenient)
     except MegtoolError as e:
         if not lenient:
             raise
@@ -112,7 +112,10 @@ def _check_sharding_type(catalogue: Catalogue) -> None:
 
 
 def _decode(
-    catalogue: Catalogue, config: ModelConfig | None, compare_all: bool, require_equal_copies: bool
+    catalogue: Catalogue,
+    config: ModelConfig | None,
+    verify_master_weights: bool,
+    require_equal_copies: bool,
 ) -> Catalogue:
     if config is None:
         item = "files per rank" if catalogue.format == "megatron" else "optimizer buckets"
@@ -135,7 +138,7 @@ def _decode(
             catalogue,
             config,
             read_saved_layout(catalogue),
-            compare_all=compare_all,
+            verify_master_weights=verify_master_weights,
             require_equal_copies=require_equal_copies,
         )
     except LayoutError as e:

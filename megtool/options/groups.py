@@ -171,6 +171,14 @@ class RequiredEngine(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextRecords(Options):
+    """Where the text of a record is, and which records of a data set are read."""
+
+    field: str | None = option(INPUT, "The field of a record that holds its text.", metavar="NAME")
+    split: str | None = option(INPUT, "The split of a data set.", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenizerChoice(Options):
     """The tokenizer of a model that is run."""
 

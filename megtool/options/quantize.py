@@ -13,6 +13,7 @@ from megtool.options.groups import (
     OUTPUT,
     RequiredEngine,
     RuntimeOptions,
+    TextRecords,
     TokenizerChoice,
 )
 from megtool.options.layout import LayoutOptions
@@ -54,16 +55,7 @@ class CalibrationData(Options):
         "NAME[:CONFIG][:SPLIT]; default: a text that comes with megtool.",
         metavar="FILE",
     )
-    field: str | None = option(
-        INPUT,
-        "The field of a record with its text.",
-        metavar="NAME",
-    )
-    split: str | None = option(
-        INPUT,
-        "The split of a data set.",
-        metavar="NAME",
-    )
+    records: TextRecords = group(TextRecords)
     samples: int | None = option(
         CALIBRATION,
         "Samples; default: 128, or as many as the data has.",

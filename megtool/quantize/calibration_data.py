@@ -169,7 +169,9 @@ def _documents(options: CalibrationData, tokenizer: Tokenizer) -> Iterator[Encod
                 )
             yield EncodedDocument(ids=ids)
     else:
-        source_documents = documents(options.data, field=options.field, split=options.split)
+        source_documents = documents(
+            options.data, field=options.records.field, split=options.records.split
+        )
         yield from encode(source_documents, tokenizer, append_eos=False, answers_only=False)
 
 

@@ -121,9 +121,10 @@ def finalize(
             progress=progress,
         )
         notes += written.warnings
-    if written is not None and written.worker is not None and not (proofs or proving):
+    worker = written.copied.worker if written and written.copied else None
+    if worker is not None and not (proofs or proving):
         report = _report(request, solved, samples, seconds)
-        return replace(report, worker=written.worker, notes=tuple(notes))
+        return replace(report, worker=worker, notes=tuple(notes))
     seconds["write"] = time.monotonic() - began - proving
     seconds["prove"] = proving
     if written is not None and to == "torch_dist":
@@ -138,14 +139,7 @@ def finalize(
         num_bytes=proof.num_bytes,
     )
     if written is not None:
-        report = replace(
-            report,
-            resumed_units=written.resumed_units,
-            digested=written.digested,
-            tensors=written.tensors,
-            digested_files=written.digested_files,
-            worker=written.worker,
-        )
+        report = _with_written(report, written)
     if proof.num_errors:
         notes.insert(0, f"nothing was written to {request.destination}: the proof found errors")
     elif request.output.eval_data is not None:
@@ -175,15 +169,22 @@ def _report_megatron(
     export = f"megtool export {request.destination} FOLDER --to unified"
     notes = [*notes, *(request.auto.notes if request.auto else ())]
     notes.append(f"its weights are fake-quantized by ModelOpt when it is loaded; {export}")
+    report = _report(request, solved, samples, seconds, num_bytes=written.num_bytes)
     return replace(
-        _report(request, solved, samples, seconds, num_bytes=written.num_bytes),
-        resumed_units=written.resumed_units,
-        digested=written.digested,
-        tensors=written.tensors,
-        digested_files=written.digested_files,
-        worker=written.worker,
+        _with_written(report, written),
         notes=tuple(dict.fromkeys(notes)),
         peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _with_written(report: QuantizeReport, written: WriteReport) -> QuantizeReport:
+    return replace(
+        report,
+        resumed_units=written.copied.verified if written.copied else 0,
+        digested=written.digests.tensors,
+        tensors=written.tensors,
+        digested_files=written.digests.files,
+        worker=written.copied.worker if written.copied else None,
     )
 
 

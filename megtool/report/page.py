@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megtool.report.finding import Finding
 from megtool.report.sections import Report, Row
 
 Tone = Literal["", "good", "warning", "error"]
@@ -75,26 +76,13 @@ class PageTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageFinding:
-    """One thing that is wrong or odd: where, what, what it means, what to do, and who says so."""
-
-    id: str
-    tone: Tone
-    where: str
-    message: str
-    effect: str = ""
-    hint: str = ""
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PageSection:
     """A heading with a text and what belongs to it."""
 
     title: str
     text: str = ""
     facts: Sequence[Row] = ()
-    findings: Sequence[PageFinding] | None = None
+    findings: Sequence[Finding] | None = None
     blocks: Sequence[PageFigure | PageTable] = ()
 
 

@@ -103,6 +103,14 @@ class Section:
         yield from map(single_line, self.texts)
 
 
+def flatten(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """`values` with the items of the mapping called `name` in its place."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= value if key == name else {key: value}
+    return out
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(ABC):
     """What a command returns.

@@ -27,6 +27,7 @@ from megtool.plan.planner import build_plan
 from megtool.plan.summary import PlanSummary, summarize
 from megtool.process.worker_identity import WorkerIdentity, parse_worker
 from megtool.reshard.inventory import Inventory, take_inventory
+from megtool.reshard.open_selected import ReshardSources
 from megtool.reshard.readback import check_readable
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.staged_write import make_stage, write_staged
@@ -34,9 +35,9 @@ from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Target
 from megtool.reshard.written_digests import write_digests
 from megtool.run_state.optimizer import NONE
-from megtool.source.average import Average, averaged_sources, dropped_optimizers
+from megtool.source.average import averaged_sources, dropped_optimizers
 from megtool.source.checkpoint import CheckpointSource
-from megtool.source.merge import AdapterMerge, check_merge, collect_updates
+from megtool.source.merge import check_merge, collect_updates
 from megtool.source.subset.widths import describe_kept
 from megtool.staging.stage import Stage
 from megtool.storage.files import Files
@@ -82,32 +83,22 @@ class ReshardJob:
     """A planned reshard: its sources, its target, the plan, and an inventory of what becomes of
     everything in the source."""
 
-    source: CheckpointSource
-    average: Average | None
-    merges: Sequence[AdapterMerge]
+    sources: ReshardSources
     target: Target
     plan: ReshardPlan
     inventory: Inventory
     destination: Path
 
-    @property
-    def sources(self) -> list[CheckpointSource]:
-        """The source, and the checkpoints that are averaged with it."""
-        return [self.source, *(self.average.others if self.average else ())]
-
 
 def plan_reshard(
-    source: CheckpointSource,
-    average: Average | None,
+    sources: ReshardSources,
     options: TargetOptions,
     execution: ExecutionOptions,
     *,
-    merges: Sequence[AdapterMerge] = (),
     constants: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> ReshardJob:
-    """Plan a reshard, of the mean of several checkpoints if `average` is given.
+    """Plan a reshard.
 
-    `merges` are added to weights; the source then is read without optimizer state.
     `constants` are new values of small stored tensors, which replace the source's tensors of the
     same names and take their dtypes and shapes.
 
@@ -115,6 +106,7 @@ def plan_reshard(
         MegtoolError: see `make_target`, `check_merge` and `planner.build_plan`.
         CoverageError: with `execution.strict`, something would be dropped.
     """
+    source, average, merges = sources.source, sources.average, sources.merges
     if average or merges:
         source = replace(source, pruning=None)  # the result equals no part of another model
     amax = resolve_amax(options)
@@ -123,7 +115,7 @@ def plan_reshard(
     target = make_target(source, options)
     if source.pruning is not None and target.is_file:
         _LOG.warning("a single file has no record of what was pruned: write a folder to verify it")
-    others = average.others if average else ()
+    others = sources.others
     dropped = list(target.dropped)
     if average and options.optimizer_format != NONE:
         dropped += dropped_optimizers([source, *others], "the mean of several checkpoints")
@@ -166,9 +158,7 @@ def plan_reshard(
             hint="without --strict they are dropped and listed",
         )
     return ReshardJob(
-        source=source,
-        average=average,
-        merges=merges,
+        sources=replace(sources, source=source),
         target=target,
         plan=plan,
         inventory=inventory,
@@ -227,15 +217,13 @@ def execute(
     """
     plan = job.plan
     summary = summarize(plan, threads=execution.num_threads, memory_bytes=execution.memory_bytes)
-    inputs = [path for source in job.sources for path in source_paths(source)]
-    inputs += [merge.path for merge in job.merges if merge.path is not None]
     stage = make_stage(
         execution,
         job.destination,
         files=files,
         fingerprint=plan.fingerprint,
         is_file=job.target.is_file,
-        sources=inputs,
+        sources=job.sources.paths,
         rewrites_data=job.target.finish is not None,
         plan=plan,
     )
@@ -265,7 +253,7 @@ def _write(
     stages: dict[str, float],
 ) -> dict[str, Any]:
     """Write the plan and commit it; the fields of the report about that, seconds in `stages`."""
-    source, target, plan = job.source, job.target, job.plan
+    source, target, plan = job.sources.source, job.target, job.plan
     readbacks: list[ReadbackReport] = []
 
     began = time.monotonic()
@@ -360,7 +348,7 @@ def verify_staged(
 
 
 def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardReport:
-    source, target, plan = job.source, job.target, job.plan
+    source, target, plan = job.sources.source, job.target, job.plan
     parallel = target.parallel
     layout = {k: getattr(parallel, k) for k in _AXES} if parallel else {}
     return ReshardReport(
@@ -376,35 +364,23 @@ def _report(job: ReshardJob, summary: PlanSummary, **facts: Any) -> ReshardRepor
         inventory=job.inventory,
         left_out=source.left_out,
         replicated=tuple(target.replicated),
-        shares=_shares(job),
-        merges=tuple(job.merges),
+        shares=_shares(job.sources),
+        merges=tuple(job.sources.merges),
         pruned=tuple(describe_kept(source.pruning)) if source.pruning else (),
         amax=target.amax,
         **facts,
     )
 
 
-def _shares(job: ReshardJob) -> tuple[tuple[str, float], ...]:
+def _shares(sources: ReshardSources) -> tuple[tuple[str, float], ...]:
     """The checkpoints that are averaged, and the share of each."""
-    if job.average is None:
+    if sources.average is None:
         return ()
-    paths = [str(s.path) for s in job.sources]
-    return tuple(zip(paths, job.average.shares, strict=True))
+    paths = [str(s.path) for s in sources.checkpoints]
+    return tuple(zip(paths, sources.average.shares, strict=True))
 
 
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
-
-
-def source_paths(source: CheckpointSource) -> list[Path]:
-    """Files and folders of a source, which the destination must neither contain nor be inside."""
-    catalogue = source.catalogue
-    if source.path.is_dir():
-        return [source.path, catalogue.root, *source.adapters]
-    return [
-        source.path,
-        *source.adapters,
-        *(catalogue.path(i) for i in range(len(catalogue.files))),
-    ]
 
 
 def placements_read(source: CheckpointSource, target: Target) -> Mapping[str, Placement]:

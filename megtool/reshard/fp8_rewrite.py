@@ -27,6 +27,7 @@ from megtool.options.execution import ExecutionOptions
 from megtool.options.groups import SourceOptions
 from megtool.options.target import TargetOptions
 from megtool.reshard.execute import execute, plan_reshard
+from megtool.reshard.open_selected import ReshardSources
 from megtool.reshard.report import ReshardReport
 from megtool.run_state.optimizer import read_sharding_type
 from megtool.source.checkpoint import CheckpointSource
@@ -82,7 +83,7 @@ def rewrite_fp8_state(
         amax=mode,
         drop_objects=drop_objects,
     )
-    job = plan_reshard(source, None, target, execution, constants=constants)
+    job = plan_reshard(ReshardSources(source=source), target, execution, constants=constants)
     if findings:
         job.target.amax = _add_findings(job.target.amax, mode, len(constants), findings)
     return execute(job, execution, Files(), progress, start=start)

@@ -1,8 +1,9 @@
-"""Open the part of the checkpoints that a reshard reads."""
+"""Open the checkpoints that a reshard reads: the selected part of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megtool.convert.dialects import is_optimizer_state
@@ -13,9 +14,56 @@ from megtool.options.target import TargetOptions
 from megtool.run_state.optimizer import NONE
 from megtool.source.average import Average, check_same_model, parse_shares
 from megtool.source.checkpoint import CheckpointSource, ModelIdentity
+from megtool.source.merge import AdapterMerge, open_merges
 from megtool.source.open import NameFilter, TensorFilter, name_filter, open_source
 from megtool.source.subset.layers import without_excluded_mtp
 from megtool.source.subset.widths import prune_as_asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardSources:
+    """A source, the checkpoints that are averaged with it, and the adapters that are added."""
+
+    source: CheckpointSource
+    average: Average | None = None
+    merges: Sequence[AdapterMerge] = ()
+
+    @property
+    def checkpoints(self) -> list[CheckpointSource]:
+        """The source, and the checkpoints that are averaged with it."""
+        return [self.source, *self.others]
+
+    @property
+    def others(self) -> Sequence[CheckpointSource]:
+        """The checkpoints that are averaged with the source."""
+        return self.average.others if self.average else ()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Files and folders, which the destination must neither contain nor be inside."""
+        out = [path for checkpoint in self.checkpoints for path in checkpoint.paths]
+        return out + [merge.path for merge in self.merges if merge.path is not None]
+
+
+def open_sources(
+    path: Path,
+    selection: SourceSelection,
+    target: TargetOptions,
+    check_source: Callable[[CheckpointSource], object] | None = None,
+) -> ReshardSources:
+    """Open what a reshard to `target` reads; `check_source` is called with the source first.
+
+    Raises:
+        MegtoolError: see `open_selected`, `open_average` and `open_merges`.
+    """
+    source = open_selected(path, selection, target)
+    if check_source is not None:
+        check_source(source)
+    return ReshardSources(
+        source=source,
+        average=open_average(source, selection, target),
+        merges=open_merges(selection.reading.adapter, source),
+    )
 
 
 def open_selected(
@@ -79,7 +127,7 @@ def _open(
         tensors=TensorFilter(select=select),
         fallback=None if selection.pruning.is_given else fallback,
         optimizer=has_optimizer,
-        prove_all=target.verify_master_weights,
+        verify_master_weights=target.verify_master_weights,
         for_format=target.to or "dcp",
         as_class=target.to in ("hf", "safetensors"),
     )

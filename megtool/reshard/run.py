@@ -13,11 +13,10 @@ from megtool.options.target import TargetOptions
 from megtool.plan.copies import ReshardPlan
 from megtool.process.gc_pause import paused_collection
 from megtool.reshard.execute import execute, fill_in, plan_reshard
-from megtool.reshard.open_selected import open_average, open_selected
+from megtool.reshard.open_selected import open_sources
 from megtool.reshard.report import ReshardReport
 from megtool.reshard.target import check_target
 from megtool.source.checkpoint import CheckpointSource
-from megtool.source.merge import open_merges
 from megtool.storage.files import Files
 
 
@@ -44,12 +43,8 @@ def reshard_checkpoint(
     check_target(target)
     execution = fill_in(execution, path, target.destination, *selection.average)
     with paused_collection():
-        source = open_selected(path, selection, target)
-        if check_source is not None:
-            check_source(source)
-        average = open_average(source, selection, target)
-        merges = open_merges(selection.reading.adapter, source)
-        job = plan_reshard(source, average, target, execution, merges=merges)
+        sources = open_sources(path, selection, target, check_source)
+        job = plan_reshard(sources, target, execution)
     if check is not None:
         check(job.plan)
     return execute(job, execution, files or Files(), progress, start=start)

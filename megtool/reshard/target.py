@@ -205,7 +205,8 @@ def make_target(
         side=side,
         destination=Destination(catalogue=source.catalogue, fragments=[]),
         fills=[make_fill(f.placement, f.value) for f in side.fills],
-        dropped=_dropped_tensors(source, side, compare_all=options.verify_master_weights) + foreign,
+        dropped=_dropped_tensors(source, side, verify_master_weights=options.verify_master_weights)
+        + foreign,
         optimizer_format=optimizer,
     )
     if add is not None:
@@ -428,15 +429,15 @@ def _is_done(rename: str, names: Sequence[str], stored: Sequence[str]) -> bool:
 
 
 def _dropped_tensors(
-    source: CheckpointSource, side: TargetView, *, compare_all: bool
+    source: CheckpointSource, side: TargetView, *, verify_master_weights: bool
 ) -> list[DroppedItem]:
     """Stored tensors that the target does not have, each with its reason.
 
     What a family's table leaves out (a tied copy, rotary frequencies) is not lost, unless it
-    differs from what it copies: some elements are compared, all with `compare_all`.
+    differs from what it copies: some elements are compared, all with `verify_master_weights`.
     """
     catalogue = source.catalogue
-    differ = find_false_copies(source, compare_all=compare_all)
+    differ = find_false_copies(source, verify_master_weights=verify_master_weights)
     out = [
         DroppedItem(
             name=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from megtool.console import several
@@ -57,10 +57,19 @@ def write_digests(
     return sidecar
 
 
-def count_digested(plan: ReshardPlan, sidecar: Sidecar | None) -> int:
-    """The number of stored tensors of which all elements have a digest."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestCount:
+    """Numbers of stored tensors of which all elements have a digest, and of files that have one."""
+
+    tensors: int = 0
+    files: int = 0
+
+
+def count_digests(plan: ReshardPlan, stage: Stage) -> DigestCount:
+    """Count what has a digest of what was staged; a single file has one."""
+    sidecar = stage.sidecar
     if sidecar is None:
-        return 0
+        return DigestCount(files=int(stage.is_file))
     missing = {
         e.target.stored
         for e in plan.entries
@@ -69,7 +78,10 @@ def count_digested(plan: ReshardPlan, sidecar: Sidecar | None) -> int:
     written = {e.target.stored for e in plan.entries if e.op is not Op.FILL}
     names = [t.name for t in plan.target.catalogue.tensors]
     complete = written - missing
-    return sum(n in sidecar.stored_tensors or n in complete for n in names)
+    return DigestCount(
+        tensors=sum(n in sidecar.stored_tensors or n in complete for n in names),
+        files=1 if stage.is_file else len(sidecar.files),
+    )
 
 
 def describe_digests(digested: int, total: int, num_files: int, *, inherited: int = 0) -> str:

@@ -137,6 +137,15 @@ class CheckpointSource:
         """Bytes of the selected tensors as they are stored."""
         return sum(t.num_bytes for t in self.view.canonical.values())
 
+    @property
+    def paths(self) -> list[Path]:
+        """Files and folders, which a destination must neither contain nor be inside."""
+        catalogue = self.catalogue
+        if self.path.is_dir():
+            return [self.path, catalogue.root, *self.adapters]
+        files = (catalogue.path(i) for i in range(len(catalogue.files)))
+        return [self.path, *self.adapters, *files]
+
     def placement_of(self, name: str) -> Placement:
         """Where a canonical tensor is read from."""
         return self.view.placements[self.repeats.get(name, name)]

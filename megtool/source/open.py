@@ -95,7 +95,7 @@ def open_source(
     fallback: ModelIdentity | None = None,
     lenient: bool = False,
     optimizer: bool = True,
-    prove_all: bool = False,
+    verify_master_weights: bool = False,
     for_format: str | None = None,
     as_class: bool = False,
     may_lack: bool = False,
@@ -112,7 +112,7 @@ def open_source(
         fallback: The model where the checkpoint does not say which it is.
         lenient: Tensors that do not fit the model keep their stored names, and `reason` says why.
         optimizer: False leaves all optimizer state out; it is left out with adapters, too.
-        prove_all: Compare every master weight with its weight, not some elements.
+        verify_master_weights: Compare every master weight with its weight, not some elements.
         for_format: The format that will be written: a state dict of several parts keeps its names
             where that is its own format.
         as_class: Read a Megatron model in the form that its family's class has (`class_form`).
@@ -157,7 +157,9 @@ def open_source(
         catalogue = _without_quantizers(catalogue, for_format)
     before = len(catalogue.tensors)
     config = model.config if model else None
-    catalogue = to_model_space(catalogue, config, compare_all=prove_all, lenient=lenient)
+    catalogue = to_model_space(
+        catalogue, config, verify_master_weights=verify_master_weights, lenient=lenient
+    )
     num_stored += len(catalogue.tensors) - before
     if tensors.select is not None:
         catalogue = catalogue.select(tensors.select)
@@ -175,8 +177,9 @@ def open_source(
     has_form = model is not None and config is not None and are_other_forms(model.config, config)
     if for_format and reason and not (lenient or isinstance(reason, UnknownFamilyError)):
         _LOG.warning("%s; all tensors keep their names", reason.message)
-    if prove_all and "registration_order" not in catalogue.metadata:  # else it is proved already
-        check_masters(catalogue, side, compare_all=True)
+    is_proved = "registration_order" in catalogue.metadata
+    if verify_master_weights and not is_proved:
+        check_masters(catalogue, side, verify_master_weights=True)
     for warning in catalogue.warnings:
         _LOG.warning("%s", warning)
     if tensors.select is None:

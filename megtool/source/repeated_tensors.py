@@ -26,11 +26,13 @@ _TIED = {"head.weight": "embed.weight"}
 """Canonical tensors that are absent where embeddings are tied, and the ones that replace them."""
 
 
-def find_false_copies(source: CheckpointSource, *, compare_all: bool = False) -> dict[str, str]:
+def find_false_copies(
+    source: CheckpointSource, *, verify_master_weights: bool = False
+) -> dict[str, str]:
     """Stored tensors that should be copies of others and differ, each with the difference.
 
-    Some elements of each are compared, all with `compare_all`. Where the original is not selected,
-    nothing is compared.
+    Some elements of each are compared, all with `verify_master_weights`. Where the original is not
+    selected, nothing is compared.
     """
     side = source.view
     out: dict[str, str] = {}
@@ -43,14 +45,16 @@ def find_false_copies(source: CheckpointSource, *, compare_all: bool = False) ->
             original = side.placements.get(canonical)
             if original is None:
                 continue
-            difference = _find_difference(reader, name, original, compare_all=compare_all)
+            difference = _find_difference(
+                reader, name, original, verify_master_weights=verify_master_weights
+            )
             if difference is not None:
                 out[name] = f"not a copy of {original.stored}, though it should be: {difference}"
     return out
 
 
 def _find_difference(
-    reader: CheckpointReader, name: str, original: Placement, *, compare_all: bool
+    reader: CheckpointReader, name: str, original: Placement, *, verify_master_weights: bool = False
 ) -> str | None:
     """How a stored tensor differs from a canonical one, which may be longer by padding."""
     stored = reader.catalogue[name]
@@ -66,7 +70,7 @@ def _find_difference(
         return None
     original_dtype = reader.catalogue[original.stored].dtype
     lo, hi = [0] * len(shape), list(shape)
-    for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
+    for box in split_box(lo, hi) if verify_master_weights else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
         a, b = (
             reader.open_canonical(place_box(n, *box)).read().reshape(-1)
             for n in (original.stored, name)
@@ -97,7 +101,7 @@ def has_own_head(catalogue: Catalogue, model: ModelIdentity) -> bool:
         # Of rank files, the first stage's embedding, and the output layer of the last.
         original = Placement.identity(min(embeddings), catalogue[min(embeddings)].shape)
         with CheckpointReader(catalogue, Files()) as reader:
-            return _find_difference(reader, max(heads), original, compare_all=False) is not None
+            return _find_difference(reader, max(heads), original) is not None
     return False
 
 

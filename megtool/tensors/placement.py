@@ -26,21 +26,27 @@ from megtool.tensors.grouping import grouped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """The location of `canonical`, reshaped to `shape`, inside `stored`.
+class AffineView:
+    """Elements of `shape` inside a stored tensor.
 
-    View dimension `j` runs along dimension `dims[j]` of the stored tensor in steps of `mults[j]`,
-    from index `base` (one entry per stored dimension). Stored elements are the canonical ones plus
+    Dimension `j` runs along dimension `dims[j]` of the stored tensor in steps of `mults[j]`, from
+    index `base` (one entry per stored dimension). Stored elements are those of the view plus
     `shift`.
     """
 
-    canonical: str
-    stored: str
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     mults: tuple[int, ...]
     base: tuple[int, ...]
     shift: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement(AffineView):
+    """The location of `canonical`, reshaped to `shape`, inside `stored`."""
+
+    canonical: str
+    stored: str
 
     @classmethod
     def identity(cls, name: str, shape: Sequence[int], *, stored: str | None = None) -> Placement:

@@ -72,7 +72,9 @@ def open_datasets(
         cache=cache,
         vocab_size=config.embedding.vocab_size,
         encoding=Encoding(
-            field=settings.field, split=settings.split, answers_only=not settings.all_turns
+            field=settings.records.field,
+            split=settings.records.split,
+            answers_only=not settings.all_turns,
         ),
         world=world,
         progress=progress,
@@ -176,8 +178,8 @@ def _open_labeled(settings: TrainConfig, source: CheckpointSource) -> TrainDatas
     label_settings = LabelForm(
         names=label_names(config),
         both_ways=config.bidirectional,
-        field=settings.field,
-        split=settings.split,
+        field=settings.records.field,
+        split=settings.records.split,
     )
     layout = settings.layout
     options: dict[str, Any] = {

@@ -72,15 +72,15 @@ class TrainJob:
 
 @dataclass(slots=True, kw_only=True)
 class TrainOutcome:
-    """The result of a run. It waited `stall_seconds` of its `seconds` for saves; `tokens` are those
-    that went through the model."""
+    """The result of a run, up to `iteration`. It waited `stall_seconds` of its `seconds` for saves;
+    `tokens` are those that went through the model, `skipped` the steps that changed nothing."""
 
-    state: TrainState
+    iteration: int
     stop_reason: StopReason = "done"
     saved_iteration: int | None = None
+    tokens: int = 0
     seconds: float = 0.0
     stall_seconds: float = 0.0
-    tokens: int = 0
     skipped: int = 0
 
 
@@ -106,7 +106,7 @@ class _TrainLoop:
         self.is_signalled = is_signalled
         self.groups = job.stages[0].groups
         self.schedule = _make_schedule(job)
-        self.outcome = TrainOutcome(state=state)
+        self.outcome = TrainOutcome(iteration=state.iteration)
         if job.folder is not None and has_iteration(job.folder, state.iteration):
             self.outcome.saved_iteration = state.iteration
         self.evaluations = job.log.evaluations()
@@ -131,6 +131,7 @@ class _TrainLoop:
         profiler = StepProfiler(settings.profile, self.job.folder, groups.rank, groups.device)
         with prefetcher, profiler:
             self.run_steps(profiler, prefetcher)
+        self.outcome.iteration = state.iteration
         self.outcome.seconds = time.monotonic() - self.start_time
         return self.outcome
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,22 +65,36 @@ class Factor(Protocol):
         """A part of it, as a tensor of torch or an array of numpy."""
 
 
-@dataclass(frozen=True, eq=False)
-class WeightUpdate:
-    """What is added to a weight `[out, in]`: `scale * up @ down`.
+FactorT = TypeVar("FactorT", bound=Factor, covariant=True)
 
-    `down` is `[rank, in]` and `up` is `[out, rank]`, of any float dtypes. `file` and `tensor` say
-    in errors where the update comes from.
+
+@dataclass(frozen=True, eq=False)
+class LowRankProduct(Generic[FactorT]):
+    """The product `scale * up @ down` of two matrices; `tensor` is a stored name for errors."""
+
+    down: FactorT
+    up: FactorT
+    scale: float
+    tensor: str | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rows of `down`, columns of `up`."""
+        return int(self.down.shape[-2])
+
+
+@dataclass(frozen=True, eq=False)
+class WeightUpdate(LowRankProduct[Factor]):
+    """What is added to a weight `[out, in]`.
+
+    `down` is `[rank, in]` and `up` is `[out, rank]`, of any float dtypes. `file` says in errors
+    where the update comes from.
 
     Raises:
         FormatError: the factors are no matrices of floats of one rank, or the scale is not finite.
     """
 
-    down: Factor
-    up: Factor
-    scale: float
     file: Path | str | None = None
-    tensor: str | None = None
 
     def __post_init__(self) -> None:
         down, up = tuple(self.down.shape), tuple(self.up.shape)
@@ -93,11 +107,6 @@ class WeightUpdate:
                 raise self._damaged(f"a factor is of {factor.dtype}, which is no float")
         if not math.isfinite(self.scale):
             raise self._damaged(f"the scale is {self.scale}")
-
-    @property
-    def rank(self) -> int:
-        """Rows of `down`, columns of `up`."""
-        return int(self.down.shape[0])
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -202,7 +202,7 @@ def test_every_layout_trains_alike(kind: str, axes: list[str], tmp_path: Path) -
         assert ours == pytest.approx(expected, abs=1e-5), key
     labels = [x["labels"] for x in lines["out"] if "labels" in x]
     assert labels == [4] * 4
-    assert alone.iteration == 4
+    assert alone.outcome.iteration == 4
     for folder in ("alone", "out"):
         export(tmp_path / folder, tmp_path / f"{folder} hf", to="hf")
     model = transformers.AutoModelForSequenceClassification

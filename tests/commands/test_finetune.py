@@ -35,7 +35,8 @@ def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> N
     assert [n for n, _ in report.evaluations] == [0, 3, 6]
     assert report.evaluations[-1][1] < report.evaluations[0][1]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (report.stop_reason, report.saved_iteration, report.iteration) == ("done", 6, 6)
+    outcome = report.outcome
+    assert (outcome.stop_reason, outcome.saved_iteration, outcome.iteration) == ("done", 6, 6)
     assert report.last_loss == lines[-2]["loss"]
     assert verify(out).exit_status == 0
     assert generate(out, prompt=["When"], max_new_tokens=2).to_json()["answers"]
@@ -45,13 +46,17 @@ def test_the_same_command_goes_on_with_the_same_bits(model, data, tmp_path) -> N
     more = {"eval_split": 0.1, "eval_interval": 2, "save_interval": 2}
     tune(model, tmp_path / "ref", data, **more)
     first = tune(model, tmp_path / "out", data, **more, exit_duration_in_mins=1e-9)
-    assert (first.stop_reason, first.iteration, first.saved_iteration) == ("time", 1, 1)
+    assert (first.outcome.stop_reason, first.outcome.iteration, first.outcome.saved_iteration) == (
+        "time",
+        1,
+        1,
+    )
     second = tune(model, tmp_path / "out", data, **more)
-    assert (second.start_iteration, second.iteration) == (1, 6)
+    assert (second.start_iteration, second.outcome.iteration) == (1, 6)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0  # moments too
     third = tune(model, tmp_path / "out", data, **more)
-    assert (third.start_iteration, third.tokens) == (6, 0)
+    assert (third.start_iteration, third.outcome.tokens) == (6, 0)
 
 
 def test_two_runs_save_the_same_bytes(model, data, tmp_path) -> None:

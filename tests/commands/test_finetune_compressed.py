@@ -52,7 +52,7 @@ def test_a_run_goes_on_with_the_same_bits(
 ) -> None:
     """Its state goes to another layout; Megatron's buckets have none."""
     out = tmp_path / "out"
-    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).iteration == 1
+    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).outcome.iteration == 1
     tune(model, out, data, **HOW)
     assert curve(out) == curve(alone)
     assert verify(out, alone).verdict == "equal"

@@ -33,7 +33,7 @@ def args_of(folder: Path, iteration: int) -> Any:
 def test_an_ended_run_goes_on_to_the_last_bit(more, model, data, tmp_path) -> None:
     how = BOTH | {"eval_split": 0.2, "micro_batch_size": 2} | more
     tune(model, tmp_path / "ref", data, **how)
-    assert tune(model, tmp_path / "out", data, **how, **SHORT).iteration == 1
+    assert tune(model, tmp_path / "out", data, **how, **SHORT).outcome.iteration == 1
     assert tune(model, tmp_path / "out", data, **how).start_iteration == 1
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
 

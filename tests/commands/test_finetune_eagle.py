@@ -47,9 +47,9 @@ def test_a_run_leaves_the_model_and_a_head(deep: Path, data: Path, tmp_path: Pat
     assert {f"eagle_{n}_accuracy" for n in (1, 2, 3)} <= lines[-1].keys()
     assert lines[-1]["loss"] < lines[0]["loss"]
     cut = {**HEAD, "exit_duration_in_mins": 1e-9}
-    assert tune(deep, tmp_path / "out", data, **cut).saved_iteration == 1
+    assert tune(deep, tmp_path / "out", data, **cut).outcome.saved_iteration == 1
     resumed = tune(deep, tmp_path / "out", data, **HEAD)
-    assert (resumed.start_iteration, resumed.iteration) == (1, 4)
+    assert (resumed.start_iteration, resumed.outcome.iteration) == (1, 4)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     state = "eagle_training/training_state.safetensors"
     for name in ("eagle/config.json", "eagle/model.safetensors", state):

@@ -168,7 +168,10 @@ def test_a_run_goes_on_with_the_same_bits(
     how: dict[str, Any] = {"train_iters": 3, "eval_split": 0.2, "device": "cpu", "seq_length": 40}
     how["dist_ckpt_optim_format"] = "dp_reshardable"  # buckets, in Megatron's order of parameters
     tune(folder, tmp_path / "reference", data, **how)
-    assert tune(folder, tmp_path / "out", data, **how, exit_duration_in_mins=1e-9).iteration == 1
+    assert (
+        tune(folder, tmp_path / "out", data, **how, exit_duration_in_mins=1e-9).outcome.iteration
+        == 1
+    )
     tune(folder, tmp_path / "out", data, **how)
     assert curve(tmp_path / "out") == curve(tmp_path / "reference")
     assert verify(tmp_path / "out", tmp_path / "reference").exit_status == 0

@@ -53,7 +53,7 @@ def test_a_run_lowers_the_loss_and_goes_on_with_the_same_bits(
     reference, out = tmp_path / "reference", tmp_path / "out"
     report = tune(model, reference, data, **how)
     assert report.evaluations[-1][1] < report.evaluations[0][1] - 0.5
-    assert tune(model, out, data, **how, exit_duration_in_mins=1e-9).iteration == 1
+    assert tune(model, out, data, **how, exit_duration_in_mins=1e-9).outcome.iteration == 1
     tune(model, out, data, **how)
     assert curve(out) == curve(reference)
     assert verify(out, reference).exit_status == 0

@@ -58,7 +58,7 @@ def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp
     out = tmp_path / "out"
     tune(model, tmp_path / "ref", data, **BALANCED)
     first = tune(model, out, data, **BALANCED, exit_duration_in_mins=1e-9)
-    assert first.iteration == 1
+    assert first.outcome.iteration == 1
     tune(model, out, data, **BALANCED)
     assert curve(out) == curve(tmp_path / "ref")
     assert verify(out, tmp_path / "ref").exit_status == 0

@@ -51,9 +51,9 @@ def test_a_lora_run_leaves_a_merged_model_and_an_adapter(model, data, tmp_path) 
 def test_a_lora_run_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
     tune(model, tmp_path / "ref", data, **LORA)
     first = tune(model, tmp_path / "out", data, **LORA, exit_duration_in_mins=1e-9)
-    assert (first.stop_reason, first.saved_iteration) == ("time", 1)
+    assert (first.outcome.stop_reason, first.outcome.saved_iteration) == ("time", 1)
     second = tune(model, tmp_path / "out", data, **LORA)
-    assert (second.start_iteration, second.iteration) == (1, 4)
+    assert (second.start_iteration, second.outcome.iteration) == (1, 4)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     one, two = (tmp_path / n / "iter_0000004/adapter" for n in ("out", "ref"))
     names = {p.name for p in one.iterdir()}

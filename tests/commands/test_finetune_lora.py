@@ -153,7 +153,7 @@ def test_an_adapter_goes_on_with_its_base_in_another_format(model, text, tmp_pat
     tune(model, tmp_path / "out", text, **how, train_iters=4, exit_duration_in_mins=1e-9)
     reshard(model, tmp_path / "base", to="torch_dist", tp=2, pp=2)
     report = tune(tmp_path / "base", tmp_path / "out", text, **how, train_iters=4)
-    assert (report.start_iteration, report.iteration) == (1, 4)
+    assert (report.start_iteration, report.outcome.iteration) == (1, 4)
     assert losses(tmp_path / "out") == losses(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0
     safetensors = pytest.importorskip("safetensors.torch")

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_run_goes_on_with_the_same_bits(model: Path, data: Path, tmp_path: Path) -> None:
     out, reference = tmp_path / "out", tmp_path / "reference"
     tune(model, reference, data, **HOW)
-    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).iteration == 1
+    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).outcome.iteration == 1
     tune(model, out, data, **HOW)
     assert curve(out) == curve(reference)
     assert verify(out, reference).exit_status == 0
@@ -51,7 +51,7 @@ def test_state_in_buckets_goes_on_with_the_same_bits(
     out, reference = tmp_path / "out", tmp_path / "reference"
     how = HOW | {"dist_ckpt_optim_format": "dp_reshardable"}
     tune(model, reference, data, **HOW)
-    assert tune(model, out, data, **how, exit_duration_in_mins=1e-9).iteration == 1
+    assert tune(model, out, data, **how, exit_duration_in_mins=1e-9).outcome.iteration == 1
     tune(model, out, data, **how)
     assert curve(out) == curve(reference)
     assert verify(out, reference).verdict == "equal"

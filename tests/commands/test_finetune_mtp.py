@@ -48,7 +48,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_goes_on_with_the_same_bits(model: Path, data: Path, tmp_path: Path) -> None:
     out, reference = tmp_path / "out", tmp_path / "reference"
     tune(model, reference, data, **HOW)
-    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).iteration == 1
+    assert tune(model, out, data, **HOW, exit_duration_in_mins=1e-9).outcome.iteration == 1
     tune(model, out, data, **HOW)
     assert curve(out) == curve(reference)
     assert verify(out, reference).exit_status == 0

@@ -172,7 +172,7 @@ def test_a_run_is_that_over_decoded_weights(packed: Path, data: Path, tmp_path: 
     """Curve, adapter and merged weights are the same, and it resumes with the same bits."""
     tune(packed, tmp_path / "ref", data, **LORA)
     report = tune(packed, tmp_path / "out", data, **LORA, qlora=True, exit_duration_in_mins=1e-9)
-    assert report.saved_iteration == 1
+    assert report.outcome.saved_iteration == 1
     tune(packed, tmp_path / "out", data, **LORA, qlora=True)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     ours, theirs = (tmp_path / n / "iter_0000006" for n in ("out", "ref"))

@@ -88,7 +88,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
 def test_two_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
     model, data, ref = made
     reports = run_world(on_rank, 2, model, str(tmp_path / "out"), data, layout)
-    assert [r.stop_reason for r in reports] == ["done", "done"]
+    assert [r.outcome.stop_reason for r in reports] == ["done", "done"]
     assert curve(tmp_path / "out") == pytest.approx(curve(ref), abs=1e-5)
     assert verify(tmp_path / "out", ref, atol=1e-4).exit_status == 0
 
@@ -129,7 +129,7 @@ def test_a_run_goes_on_at_another_layout(layout, made, tmp_path) -> None:
     shutil.rmtree(out / "iter_0000020")
     (out / "latest_checkpointed_iteration.txt").write_text("10")
     reports = run_world(on_rank, 2, model, str(out), data, layout)
-    assert {(r.start_iteration, r.iteration) for r in reports} == {(10, STEPS)}
+    assert {(r.start_iteration, r.outcome.iteration) for r in reports} == {(10, STEPS)}
     assert curve(out) == pytest.approx(curve(ref), abs=1e-5)
     assert curve(out)[:11] == curve(ref)[:11]  # what was logged before stays
 

@@ -51,7 +51,7 @@ def test_fp16_is_saved_as_megatron_reads_it_and_goes_on(kind, model, data, tmp_p
     how = {"fp16": True, "loss_scale_window": 2, "dist_ckpt_optim_format": kind, "dp": 1}
     how["use_distributed_optimizer"] = True
     tune(model, tmp_path / "ref", data, **how)
-    assert tune(model, tmp_path / "out", data, **how, **SHORT).iteration == 1
+    assert tune(model, tmp_path / "out", data, **how, **SHORT).outcome.iteration == 1
     assert tune(model, tmp_path / "out", data, **how).start_iteration == 1
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert len({x[-1] for x in curve(tmp_path / "out")}) > 1  # the scale has grown
@@ -146,7 +146,7 @@ def test_a_run_that_is_loaded_at_its_end_is_told(model, data, out, tmp_path) -> 
     with raises(UsageError, match="is at step 3, and the run has 3", hint="--train-iters"):
         tune(model, tmp_path / "new", data, load=out, train_iters=3)
     report = tune(model, tmp_path / "new", data, load=out, train_iters=4)
-    assert (report.start_iteration, report.saved_iteration) == (3, 4)
+    assert (report.start_iteration, report.outcome.saved_iteration) == (3, 4)
 
 
 def test_other_weights_in_src_are_told(model, data, done, out, tmp_path, caplog) -> None:
@@ -206,7 +206,7 @@ def test_what_a_kill_leaves_of_the_first_moments_does_no_harm(model, data, tmp_p
     (out / ".megtool/lock").write_text("")
     (out / ".megtool/iter_0000001.adapter").write_text("half of")
     (out / ".finetune.json.new").write_text('{"mod')
-    assert tune(model, out, data, train_iters=1).saved_iteration == 1
+    assert tune(model, out, data, train_iters=1).outcome.saved_iteration == 1
     assert not (out / ".finetune.json.new").exists()
     assert not (out / ".megtool").exists()
 
@@ -237,10 +237,14 @@ def test_a_run_that_was_tired_stays_so(model, data, tmp_path) -> None:
     out, more = tmp_path / "out", {"eval_split": 0.1, "eval_interval": 1, "patience": 1}
     # So small a rate changes no weight: no evaluation is better than the one before.
     first = tune(model, out, data, lr=1e-30, weight_decay=0.0, **more)
-    assert (first.stop_reason, first.iteration) == ("patience", 1)
+    assert (first.outcome.stop_reason, first.outcome.iteration) == ("patience", 1)
     second = tune(model, out, data, lr=1e-30, weight_decay=0.0, **more)
-    assert (second.stop_reason, second.iteration, second.saved_iteration) == ("patience", 1, 1)
-    assert second.tokens == 0
+    assert (
+        second.outcome.stop_reason,
+        second.outcome.iteration,
+        second.outcome.saved_iteration,
+    ) == ("patience", 1, 1)
+    assert second.outcome.tokens == 0
 
 
 def test_no_more_checkpoints_lie_there_than_have_to(model, data, tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -113,10 +114,7 @@ def test_cut_and_joined_is_the_identity(algo: str, cut: str, seed: int) -> None:
         for number in range(2):
             box = [(0, 256), (0, 256)]
             box[dim] = (128 * number, 128 * number + 128)
-            piece = QuantizedModule(
-                **{k: getattr(coded, k) for k in QuantizedModule.__slots__}
-                | {"name": f"half{number}", "shape": half}
-            )
+            piece = replace(coded, name=f"half{number}", shape=half)
             packing, held = modelopt_held(piece)
             made.append((plan_repack([WeightSlice(coded, box[0], box[1])], packing, held), held))
         halves = carried_out(folder, made, here / "b")
@@ -154,10 +152,7 @@ def joined(
         slices.append(WeightSlice.of_module(by_name[name], (row, 0)))
         row += by_name[name].shape[0]
     first = by_name[names[0]]
-    whole = QuantizedModule(
-        **{k: getattr(first, k) for k in QuantizedModule.__slots__}
-        | {"name": "joined", "shape": (row, first.shape[1])}
-    )
+    whole = replace(first, name="joined", shape=(row, first.shape[1]))
     packing, held = modelopt_held(whole)
     return plan_repack(slices, packing, held, **given), held, packing
 
@@ -263,10 +258,7 @@ def test_cuts_through_groups_and_blocks(
     coded = source.modules[0]
     shape = rows[1] - rows[0], columns[1] - columns[0]
     group = 64 if algo == "W4A16_AWQ" and shape[1] == 64 else coded.group_size
-    piece = QuantizedModule(
-        **{k: getattr(coded, k) for k in QuantizedModule.__slots__}
-        | {"name": "cut", "shape": shape, "group_size": group}
-    )
+    piece = replace(coded, name="cut", shape=shape, group_size=group)
     packing, held = modelopt_held(piece)
     if said is None:
         feeds = plan_repack([WeightSlice(coded, rows, columns)], packing, held)
@@ -276,10 +268,7 @@ def test_cuts_through_groups_and_blocks(
     if group == 64:  # half a group is served by one scale
         plan_repack([WeightSlice(coded, rows, columns)], packing, held)
         columns = (32, 224)
-        piece = QuantizedModule(
-            **{k: getattr(coded, k) for k in QuantizedModule.__slots__}
-            | {"name": "cut", "shape": (32, 192), "group_size": 64}
-        )
+        piece = replace(coded, name="cut", shape=(32, 192), group_size=64)
         packing, held = modelopt_held(piece)
     with pytest.raises(UsageError, match=said):
         plan_repack([WeightSlice(coded, rows, columns)], packing, held)

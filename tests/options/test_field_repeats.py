@@ -11,29 +11,28 @@ COMPOSED = ("group", "argument")
 """What makes a field that verbs share on purpose: a group of options, or a positional argument."""
 
 REPEATS = {
-    frozenset({"ReshardReport", "WriteReport"}),
-    frozenset({"FinetuneReport", "TrainOutcome"}),
-    frozenset({"CanonicalView", "Read"}),
-    frozenset({"LayoutPart", "Placement"}),
-    frozenset({"Finding", "PageFinding"}),
-    frozenset({"GgufEntry", "GlobalTensor"}),
+    # what a user says of a layout, where nothing leaves it to the checkpoint, and the layout
+    frozenset({"LayoutOptions", "ParallelConfig"}),
+    # scores of a model's parts, and the numbers of those that stay
+    frozenset({"KeptParts", "PruningScores"}),
 }
-"""Pairs that still repeat fields: the first two in the order of their reports' JSON."""
+"""Pairs that name the same things and hold something else of each."""
 
 
-def own_fields(node: ast.ClassDef) -> set[tuple[str, str]]:
-    """The names and types of a dataclass's own fields, without those that verbs are composed of."""
+def own_fields(node: ast.ClassDef) -> set[str]:
+    """The names of a dataclass's own fields, without those that verbs are composed of."""
     out = set()
     for line in node.body:
         if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
             continue
         made = line.value.func if isinstance(line.value, ast.Call) else None
-        if not (isinstance(made, ast.Name) and made.id in COMPOSED):
-            out.add((line.target.id, ast.unparse(line.annotation)))
-    return {(name, kind) for name, kind in out if not kind.startswith("ClassVar")}
+        is_composed = isinstance(made, ast.Name) and made.id in COMPOSED
+        if not is_composed and not ast.unparse(line.annotation).startswith("ClassVar"):
+            out.add(line.target.id)
+    return out
 
 
-def dataclasses_of_the_tree() -> dict[str, set[tuple[str, str]]]:
+def dataclasses_of_the_tree() -> dict[str, set[str]]:
     """The own fields of every dataclass by its name."""
     out = {}
     for folder in ("megtool", "converters"):

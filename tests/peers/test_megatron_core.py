@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.formats.torch_dist.reader import open_checkpoint, plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
+from megtool.formats.torch_dist.reader import open_checkpoint
 from megtool.tensors.box import split
 from megtool.tensors.catalogue import Catalogue
 from megtool.tensors.sharded import Shards, widest
@@ -89,9 +90,7 @@ def write(
         recut(c, 3),
         num_files=3,
         objects=objects,
-        common=c.metadata["common"],
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=c.metadata["common"], iteration=7),
     )
     materialize(laid, root, contents(c))
 

@@ -59,7 +59,7 @@ def check_states(folder: Path) -> int:
     """Every state is what the world filled in: their number."""
     from tests.support.peers.old_core_world import LAYERS, state_of
 
-    opened = open_source(folder, prove_all=True)
+    opened = open_source(folder, verify_master_weights=True)
     opened.catalogue.check()
     count = 0
     with CheckpointReader(opened.catalogue, Files()) as reader:

@@ -181,7 +181,7 @@ def run_optimizer_world(folder: Path, **options: Any) -> str:
 
 def assert_states(folder: Path) -> int:
     """Every optimizer state is what the world filled in: their number."""
-    opened, count = open_source(folder, prove_all=True), 0
+    opened, count = open_source(folder, verify_master_weights=True), 0
     opened.catalogue.check()
     with CheckpointReader(opened.catalogue, Files()) as reader:
         for t in opened.catalogue.tensors:

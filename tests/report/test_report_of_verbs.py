@@ -19,10 +19,11 @@ from megtool.commands.reports.evaluate import Divergence, EvaluateReport, WorstP
 from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.commands.reports.lint import LintReport
 from megtool.commands.verbs import VERBS
-from megtool.lint.finding import Finding
 from megtool.quantize.report import QuantizeReport
+from megtool.report.finding import Finding
 from megtool.report.html import write_page
 from megtool.report.page import Page, PageFigure, PageTable
+from megtool.train.loop import TrainOutcome
 from tests.support.browser import Browser
 from tests.support.checkpoints.updates import merge, random_updates
 from tests.support.models import tiny_llama
@@ -69,8 +70,10 @@ def finetune_report(folder: Path, against: tuple[str, ...] = ()) -> FinetuneRepo
     return FinetuneReport(
         source="a", destination=str(folder), format="hf", family="llama", device="cpu",
         dtype="bfloat16", layout={"tp": 1}, num_parameters=10, train_iters=6, start_iteration=0,
-        iteration=6, stop_reason="done", saved_iteration=6, tokens=100, seconds=2.0,
-        stall_seconds=0.5, skipped=1, first_loss=3.0, last_loss=2.0, evaluations=((3, 2.5),),
+        outcome=TrainOutcome(
+            iteration=6, saved_iteration=6, tokens=100, seconds=2.0, stall_seconds=0.5, skipped=1
+        ),
+        first_loss=3.0, last_loss=2.0, evaluations=((3, 2.5),),
         counts=counts, seq_length=8, peak_bytes=1 << 20, against=against,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(
 ) -> None:
     tune(model, tmp_path / "out", data, **STEPS)
     report = tune(model, f"{URL}/out", data, **STEPS)
-    assert report.saved_iteration == 3
+    assert report.outcome.saved_iteration == 3
     objects = store.objects("out")
     for path in sorted((tmp_path / "out").rglob("iter_*/**/*")):
         name = path.relative_to(tmp_path / "out").as_posix()

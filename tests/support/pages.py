@@ -14,11 +14,11 @@ from megtool.report.figures import (
     line_figure,
     treemap,
 )
+from megtool.report.finding import Finding
 from megtool.report.page import (
     Page,
     PageColumn,
     PageFigure,
-    PageFinding,
     PageSection,
     PageTable,
     PageTile,
@@ -56,7 +56,7 @@ def make_page(name: str = "layers.0", **changes: Any) -> Page:
         PageColumn(name="histogram", kind="bins"),
     ]
     table = PageTable(title="Tensors", columns=columns, rows=rows)
-    finding = PageFinding(id="x", tone="error", where=name, message=name, hint="look")
+    finding = Finding(id="x", severity="error", module=name, message=name, hint="look")
     sections = [
         PageSection(title="Figures", blocks=[*FIGURES, table]),
         PageSection(title="Findings", findings=[finding]),

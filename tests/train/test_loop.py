@@ -185,7 +185,7 @@ def test_patience_and_time_end_a_run(model: Path) -> None:
     assert tired.log.lines[-1]["iteration"] == 2
     late = job(model, exit_duration_in_mins=1e-9)
     outcome = run(late)
-    assert (outcome.stop_reason, outcome.state.iteration) == ("time", 1)
+    assert (outcome.stop_reason, outcome.iteration) == ("time", 1)
 
 
 def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
@@ -199,7 +199,7 @@ def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
     outcome = run(
         replace(job(model, exit_signal_handler=True, prefetch_steps=0), dataset=Signals())
     )
-    assert (outcome.stop_reason, outcome.state.iteration) == ("signal", 2)
+    assert (outcome.stop_reason, outcome.iteration) == ("signal", 2)
     assert signal.getsignal(signal.SIGTERM) is before
 
 

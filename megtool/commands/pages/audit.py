@@ -10,11 +10,11 @@ from megtool.audit.run_audit import StepPoint
 from megtool.commands.reports.audit import AuditReport
 from megtool.console import format_bytes
 from megtool.report.figures import HeatGrid, LineSeries, heat_figure, line_figure
+from megtool.report.finding import Finding
 from megtool.report.page import (
     Page,
     PageColumn,
     PageFigure,
-    PageFinding,
     PageSection,
     PageTable,
     PageTile,
@@ -59,10 +59,10 @@ def _sections(report: AuditReport) -> Iterator[PageSection]:
     yield PageSection(
         title="Findings",
         findings=[
-            PageFinding(
+            Finding(
                 id=f.id,
-                tone="error" if f.rule.severity == "error" else "warning",
-                where=f"step {f.step}" + (f", {f.tensor}" if f.tensor else ""),
+                severity="error" if f.rule.severity == "error" else "warning",
+                module=f"step {f.step}" + (f", {f.tensor}" if f.tensor else ""),
                 message=f.message + (f" (and {f.others:,} more tensors)" if f.others else ""),
                 effect=f.rule.title,
                 hint=f.rule.hint,

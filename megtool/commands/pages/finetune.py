@@ -68,19 +68,20 @@ def finetune_page(report: FinetuneReport | FinetunePlan) -> Page:
     if isinstance(report, FinetunePlan):
         return _plan_page(report)
     runs = [*_read_runs([location(f) for f in (report.destination, *report.against)])]
-    tiles = [PageTile(label="steps", value=f"{report.iteration:,} of {report.train_iters:,}")]
+    outcome = report.outcome
+    tiles = [PageTile(label="steps", value=f"{outcome.iteration:,} of {report.train_iters:,}")]
     if report.last_loss is not None:
         tiles.append(PageTile(label="loss", value=f"{report.last_loss:.4f}"))
     if report.evaluations:
         best = min(loss for _, loss in report.evaluations)
         tiles.append(PageTile(label="best evaluation", value=f"{best:.4f}"))
-    if report.seconds and report.tokens:
+    if outcome.seconds and outcome.tokens:
         tiles.append(
-            PageTile(label="tokens per second", value=f"{report.tokens / report.seconds:,.1f}")
+            PageTile(label="tokens per second", value=f"{outcome.tokens / outcome.seconds:,.1f}")
         )
     tiles.append(PageTile(label="peak memory", value=format_bytes(report.peak_bytes)))
-    if report.skipped:
-        tiles.append(PageTile(label="steps skipped", value=f"{report.skipped:,}", tone="warning"))
+    if outcome.skipped:
+        tiles.append(PageTile(label="steps skipped", value=f"{outcome.skipped:,}", tone="warning"))
     data = report.to_json() | {"curves": {run.name: list(run.lines) for run in runs}}
     return Page(
         title=report.title(),
@@ -160,8 +161,8 @@ def _losses(runs: Sequence[RunCurves]) -> PageFigure:
 
 
 def _time(report: FinetuneReport) -> Iterator[PageFigure | PageTable]:
-    steps = max(report.seconds - report.stall_seconds, 0.0)
-    parts = [("steps", steps), ("waiting for saves", report.stall_seconds)]
+    steps = max(report.outcome.seconds - report.outcome.stall_seconds, 0.0)
+    parts = [("steps", steps), ("waiting for saves", report.outcome.stall_seconds)]
     yield bar_figure(
         "Where the time went",
         "",

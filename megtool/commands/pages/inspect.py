@@ -18,11 +18,11 @@ from megtool.report.figures import (
     line_figure,
     treemap,
 )
+from megtool.report.finding import warning
 from megtool.report.page import (
     Page,
     PageColumn,
     PageFigure,
-    PageFinding,
     PageSection,
     PageTable,
     PageTile,
@@ -104,10 +104,7 @@ def _sections(report: InspectReport) -> Iterator[PageSection]:
         yield PageSection(
             title="Outliers",
             text="Tensors that are far from the same kind in other layers.",
-            findings=[
-                PageFinding(id="outlier", tone="warning", where=o.name, message=o.text)
-                for o in report.outliers
-            ],
+            findings=[warning("outlier", o.name, o.text, "") for o in report.outliers],
         )
     yield PageSection(title="Tensors", blocks=[_tensors(report)])
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from megtool.commands.reports.lint import LintReport
-from megtool.lint.finding import Finding
 from megtool.report.figures import HeatGrid, bar_figure, heat_figure
-from megtool.report.page import Page, PageFinding, PageSection, PageTile, Tone
+from megtool.report.page import Page, PageSection, PageTile
 
 MAX_FINDINGS = 500
 """Findings of one engine on a page."""
@@ -29,7 +28,7 @@ def lint_page(report: LintReport) -> Page:
     sections = [
         PageSection(
             title=target,
-            findings=[page_finding(f) for f in report.of(target)[:MAX_FINDINGS]],
+            findings=report.of(target)[:MAX_FINDINGS],
         )
         for target in report.targets
     ]
@@ -61,18 +60,4 @@ def lint_page(report: LintReport) -> Page:
         facts=[*report.rows(), *report.note_rows()],
         sections=[PageSection(title="Overview", blocks=overview), *sections],
         data=report.to_json(),
-    )
-
-
-def page_finding(finding: Finding) -> PageFinding:
-    """A finding about a quantized folder, as the page shows it."""
-    tone: Tone = "error" if finding.severity == "error" else "warning"
-    return PageFinding(
-        id=finding.id,
-        tone=tone,
-        where=finding.module,
-        message=finding.message,
-        effect=finding.effect,
-        hint=finding.hint,
-        source=finding.source,
     )

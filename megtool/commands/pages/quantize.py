@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megtool.commands.pages.layer_grid import layer_grid
-from megtool.commands.pages.lint import MAX_FINDINGS, page_finding
+from megtool.commands.pages.lint import MAX_FINDINGS
 from megtool.console import format_bytes
 from megtool.quant.statistics.site_statistics import OCTAVES
 from megtool.quantize.report import AutoChoice, CalibrationFacts, QuantizeReport
@@ -66,9 +66,7 @@ def quantize_page(report: Report) -> Page:
 
 def _sections(report: QuantizeReport) -> Iterator[PageSection]:
     if (proof := report.proof) is not None:
-        yield PageSection(
-            title="Findings", findings=[page_finding(f) for f in proof.findings[:MAX_FINDINGS]]
-        )
+        yield PageSection(title="Findings", findings=proof.findings[:MAX_FINDINGS])
     if report.formats:
         yield PageSection(title="Formats", blocks=[*_formats(report)])
     if proof is not None and proof.rows:

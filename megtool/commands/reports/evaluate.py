@@ -49,7 +49,21 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateReport(Report):
+class _ModelOnData(Report):
+    """A report on a model (its path, format and family) and the data that it is evaluated on."""
+
+    path: str
+    format: str
+    family: str | None
+    data: str | None
+
+    def title(self) -> str:
+        """The checkpoint and the data."""
+        return f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateReport(_ModelOnData):
     """How well a model predicts a text.
 
     `tokens` are the predictions that count, `loss` their mean negative log-probability in nats,
@@ -59,10 +73,6 @@ class EvaluateReport(Report):
     are, by layer, the means of 1 - cos between the states before and behind it.
     """
 
-    path: str
-    format: str
-    family: str | None
-    data: str | None
     device: str
     dtype: str
     quantization: str = ""
@@ -88,10 +98,6 @@ class EvaluateReport(Report):
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return self.add_remarks(asdict(self) | {"tokens_per_second": self.tokens_per_second})
-
-    def title(self) -> str:
-        """The checkpoint and the text."""
-        return f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
 
     def rows(self) -> Iterator[Row]:
         """The score on the text."""
@@ -133,7 +139,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabelReport(Report):
+class LabelReport(_ModelOnData):
     """How well a model scores labels.
 
     `labeled` of the `texts` (or pairs) are compared with their labels. `loss` is in nats, for
@@ -142,10 +148,6 @@ class LabelReport(Report):
     that have it (`texts`), those of them that get it (`right`), and all that do (`predicted`).
     """
 
-    path: str
-    format: str
-    family: str | None
-    data: str
     device: str
     dtype: str
     kind: str
@@ -163,10 +165,6 @@ class LabelReport(Report):
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return self.add_remarks(asdict(self))
-
-    def title(self) -> str:
-        """The checkpoint and the data."""
-        return f"{self.path} ({self.format}) on {self.data}"
 
     def rows(self) -> Iterator[Row]:
         """The score."""
@@ -232,13 +230,9 @@ def _worst_table(worst: Sequence[WorstPosition]) -> Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatePlan(Report):
+class EvaluatePlan(_ModelOnData):
     """What a run would do, with nothing loaded."""
 
-    path: str
-    format: str
-    family: str | None
-    data: str
     documents: int
     tokens: int
     window: int
@@ -246,10 +240,6 @@ class EvaluatePlan(Report):
     num_windows: int
     batch_size: int
     weight_bytes: int
-
-    def title(self) -> str:
-        """The checkpoint and the text."""
-        return f"{self.path} ({self.format}) on {self.data}"
 
     def rows(self) -> Iterator[Row]:
         """What it would take."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from megtool.console import format_bytes, several
-from megtool.report.sections import Report, Row, Section, Table
+from megtool.report.sections import Report, Row, Section, Table, flatten
 from megtool.train.run_log import format_duration
+
+if TYPE_CHECKING:
+    from megtool.train.loop import TrainOutcome
 
 _REASONS = {
     "done": "all steps are done",
@@ -108,11 +112,11 @@ class FinetunePlan(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneReport(Report):
-    """The result of a run. `seconds` and `tokens` are those of this call, from its first step on.
+    """The result of a run. The `outcome` is that of this call, from its first step on.
 
-    Losses are in nats per token; `evaluations` are (step, loss). `saved_iteration` is the newest
-    one in `destination`, `hf` the folder of the exported model, `adapter` that of LoRA adapters,
-    `draft_head` that of an EAGLE-3 head. `against` are other runs whose curves the page shows, too.
+    Losses are in nats per token; `evaluations` are (step, loss). `hf` is the folder of the exported
+    model, `adapter` that of LoRA adapters, `draft_head` that of an EAGLE-3 head. `against` are
+    other runs whose curves the page shows, too.
     """
 
     source: str
@@ -125,13 +129,7 @@ class FinetuneReport(Report):
     num_parameters: int
     train_iters: int
     start_iteration: int
-    iteration: int
-    stop_reason: str
-    saved_iteration: int | None
-    tokens: int
-    seconds: float
-    stall_seconds: float
-    skipped: int
+    outcome: TrainOutcome
     first_loss: float | None
     last_loss: float | None
     evaluations: tuple[tuple[int, float], ...] = ()
@@ -144,21 +142,26 @@ class FinetuneReport(Report):
     draft_head: str | None = None
     against: tuple[str, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return self.add_remarks(flatten(asdict(self), "outcome"))
+
     def title(self) -> str:
         """From where to where."""
         return f"{self.source} ({self.format}) -> {self.destination}"
 
     def rows(self) -> Iterator[Row]:
         """What came of it."""
+        run = self.outcome
         yield "family", self.family or "not named"
         yield "layout", f"{format_layout(self.layout)}, {self.dtype} on {self.device}"
         start = f", resumed at {self.start_iteration:,}" if self.start_iteration else ""
         yield (
             "steps",
-            f"{self.iteration:,} of {self.train_iters:,}{start}: {_REASONS[self.stop_reason]}",
+            f"{run.iteration:,} of {self.train_iters:,}{start}: {_REASONS[run.stop_reason]}",
         )
         if self.first_loss is not None and self.last_loss is not None:
-            skipped = f", {self.skipped:,} steps skipped" if self.skipped else ""
+            skipped = f", {run.skipped:,} steps skipped" if run.skipped else ""
             yield "loss", f"{self.first_loss:.4f} -> {self.last_loss:.4f}{skipped}"
         if self.evaluations:
             step, best = min(self.evaluations, key=lambda e: e[1])
@@ -169,16 +172,16 @@ class FinetuneReport(Report):
             )
         if self.counts:
             yield "data", _counts(self)
-        if self.seconds and self.tokens:
+        if run.seconds and run.tokens:
             yield (
                 "speed",
-                f"{self.tokens / self.seconds:,.1f} tokens/s, "
-                f"{format_duration(self.seconds)} in total, {self.stall_seconds:.1f} s of it for "
+                f"{run.tokens / run.seconds:,.1f} tokens/s, "
+                f"{format_duration(run.seconds)} in total, {run.stall_seconds:.1f} s of it for "
                 "checkpoints",
             )
         yield "memory", f"{format_bytes(self.peak_bytes)} at most"
-        if self.saved_iteration is not None:
-            yield "saved", f"iteration {self.saved_iteration:,}"
+        if run.saved_iteration is not None:
+            yield "saved", f"iteration {run.saved_iteration:,}"
         if self.plot:
             yield "curve", self.plot
         if self.hf:

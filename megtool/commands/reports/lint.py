@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megtool.console import several
-from megtool.lint.finding import Finding, Severity
+from megtool.report.finding import Finding, Severity
 from megtool.report.sections import Report, Row, Section
 
 _MAX_SHOWN = 3

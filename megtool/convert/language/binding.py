@@ -32,13 +32,12 @@ _NUMBER = re.compile(r"(\d+)")
 _NUMBER_OR_INDEX = re.compile(r"((?:\{\w+\}|\d)+)")
 
 
-@dataclass(slots=True)
-class Read:
-    """The canonical tensors that a table matched in stored tensors.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedTensors:
+    """Canonical tensors found in stored ones.
 
-    `placements` and `canonical` are keyed by canonical name; `padding` says how many rows of a
-    stored tensor are padding; `copies` says of dropped tensors which canonical one they repeat;
-    `unmatched` names stored tensors that no line knows.
+    `placements` and `canonical` are keyed by canonical name; `padding` counts the padding rows of
+    stored tensors; `copies` says of dropped tensors which canonical one they repeat.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -46,6 +45,12 @@ class Read:
     dropped: list[tuple[str, str]] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read(MatchedTensors):
+    """The canonical tensors that a table matched; `unmatched` are names that no row knows."""
+
     unmatched: list[str] = field(default_factory=list)
 
 

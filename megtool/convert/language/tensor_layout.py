@@ -7,24 +7,15 @@ from dataclasses import dataclass, replace
 
 from megtool.errors import MappingError
 from megtool.tensors.box import strides
+from megtool.tensors.placement import AffineView
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutPart:
-    """One canonical tensor inside a stored one.
-
-    The canonical tensor called `name`, of shape `size`, reshaped to `shape`, has its view
-    dimension `j` along stored dimension `dims[j]` in steps of `mults[j]`, starting at `base`. What
-    is stored of an element is the element plus `shift`.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPart(AffineView):
+    """The canonical tensor called `name`, of shape `size`, inside a stored one."""
 
     name: str
     size: tuple[int, ...]
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    mults: tuple[int, ...]
-    base: tuple[int, ...]
-    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +29,11 @@ class TensorLayout:
 
 def full_layout(name: str, shape: Sequence[int]) -> TensorLayout:
     """The stored tensor is the canonical one."""
-    n = len(shape)
-    part = LayoutPart(name, tuple(shape), tuple(shape), tuple(range(n)), (1,) * n, (0,) * n)
-    return TensorLayout(tuple(shape), (part,))
+    n, size = len(shape), tuple(shape)
+    part = LayoutPart(
+        name=name, size=size, shape=size, dims=tuple(range(n)), mults=(1,) * n, base=(0,) * n
+    )
+    return TensorLayout(size, (part,))
 
 
 def transpose(layout: TensorLayout, order: Sequence[int]) -> TensorLayout:

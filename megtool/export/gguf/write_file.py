@@ -36,7 +36,7 @@ from megtool.options.gguf import GgufForm
 from megtool.options.groups import SourceOptions
 from megtool.plan.copies import DroppedItem, PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
-from megtool.reshard.execute import expected_digests, source_paths
+from megtool.reshard.execute import expected_digests
 from megtool.source.checkpoint import CheckpointSource, collect_saved_tokenizer, unknown_model
 from megtool.source.open import open_source
 from megtool.source.repeated_tensors import find_false_copies
@@ -112,7 +112,7 @@ def export_gguf(
     export = PlannedExport(
         plan=planned.plan,
         report=report,
-        sources=source_paths(opened),
+        sources=opened.paths,
         dropped_settings=opened.model.dropped_record if opened.model else None,
         expected=expected_digests(opened),
         overflow_hint="--outtype bf16 or f32 holds them",
@@ -380,7 +380,7 @@ def _tokenizer(
 
 def _list_dropped(opened: CheckpointSource) -> list[DroppedItem]:
     """Stored tensors that mean nothing to the model; copies are compared with what they repeat."""
-    differ = find_false_copies(opened, compare_all=False)
+    differ = find_false_copies(opened, verify_master_weights=False)
     for name, reason in differ.items():
         _LOG.warning("%s is left out: %s", name, reason)
     catalogue = opened.catalogue

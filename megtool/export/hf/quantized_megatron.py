@@ -24,6 +24,7 @@ from megtool.quantize.layout.megatron_source import (
 )
 from megtool.quantize.layout.write import VerificationError, check_storable, write
 from megtool.quantize.verification.verify_folder import verify_folder
+from megtool.reshard.execute import peak_rss_bytes
 from megtool.reshard.target import make_target
 from megtool.storage.files import Files
 
@@ -117,7 +118,7 @@ def export_quantized_megatron(
         kv_algo=next(iter(caches), None),
         tensors=written.tensors,
         num_bytes=written.num_bytes,
-        source_bytes=written.source_bytes,
+        source_bytes=read.source.catalogue.num_bytes,
         exact=len(quantized),
         plain=sum(d.format is None and d.module.kind == "linear" for d in read.decisions),
         files=written.files,
@@ -125,10 +126,10 @@ def export_quantized_megatron(
         warnings=(*written.warnings, *read.source.catalogue.warnings),
         is_dry=execution.dry_run,
         seconds=time.monotonic() - start,
-        peak_rss_bytes=written.peak_rss_bytes,
-        digested=written.digested if execution.digest_mode is not DigestMode.NONE else 0,
-        digested_files=written.digested_files,
-        worker=written.worker,
+        peak_rss_bytes=peak_rss_bytes() if written.copied else 0,
+        digested=written.digests.tensors if execution.digest_mode is not DigestMode.NONE else 0,
+        digested_files=written.digests.files,
+        worker=written.copied.worker if written.copied else None,
     )
 
 

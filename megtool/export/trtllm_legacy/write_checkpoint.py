@@ -29,7 +29,6 @@ from megtool.options.groups import SourceOptions
 from megtool.options.layout import ParallelConfig
 from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
-from megtool.reshard.execute import source_paths
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.source.open import open_source
 from megtool.source.repeated_tensors import find_false_copies
@@ -104,7 +103,7 @@ def export_trtllm_legacy(
     export = PlannedExport(
         plan=plan,
         report=report,
-        sources=source_paths(opened),
+        sources=opened.paths,
         dropped_settings=opened.model.dropped_record if opened.model else None,
         overflow_hint="--dtype bfloat16 holds them",
         start=start,

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megtool.dtypes import DType
 from megtool.errors import FormatError
 from megtool.pickles import reader as pickle_reader
 from megtool.pickles.reader import dict_items, string_items
 from megtool.pickles.torch_file import TorchFile, open_torch_file
-from megtool.pickles.zip_tensor import StorageView, parse_storage_view
+from megtool.pickles.zip_tensor import StorageView, TensorLocation, parse_storage_view
 from megtool.tensors.catalogue import StoredFile
 
 _UNKNOWN_WRITER_HINT = "not written by DeepSpeed, or by another version: convert it with DeepSpeed"
@@ -36,15 +35,10 @@ _MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedTensor:
-    """A tensor of a file: the offset of its first element, and its strides."""
+class DeepSpeedTensor(TensorLocation):
+    """A tensor of a file."""
 
     stored: StoredFile
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: DType
-    row_major: bool
 
     @property
     def numel(self) -> int:
@@ -187,15 +181,14 @@ def _make_tensor(
         stored=stored,
         offset=torch_file.locate(view, tensor=name),
         shape=view.shape,
-        strides=view.strides,
+        strides=None if view.is_row_major else view.strides,
         dtype=view.dtype,
-        row_major=view.is_row_major,
     )
 
 
 def _read_flat(node: Any, torch_file: TorchFile, stored: StoredFile, name: str) -> DeepSpeedTensor:
     tensor = _read_tensor(node, torch_file, stored, name)
-    if tensor is None or len(tensor.shape) != 1 or not tensor.row_major:
+    if tensor is None or len(tensor.shape) != 1 or tensor.strides is not None:
         raise FormatError(
             f"{name} of the optimizer is not a flat tensor",
             file=torch_file.file,

@@ -142,10 +142,11 @@ class ZeroTensors:
     def add_whole(self, name: str, tensor: DeepSpeedTensor) -> None:
         """Add a tensor that one file stores whole."""
         number, file = self._new(name, tensor.shape, tensor.dtype), self._file(tensor.stored)
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        length = (span if tensor.numel else 0) * tensor.dtype.itemsize
-        if not tensor.row_major:
+        span = tensor.numel
+        if tensor.strides is not None:
+            span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
             self._strides[file, tensor.offset] = tensor.strides
+        length = span * tensor.dtype.itemsize
         self._rows.append(
             (number, [0] * len(tensor.shape), list(tensor.shape), file, tensor.offset, length)
         )

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megtool.dtypes import DType, dtype
+from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.formats.header_reader import read_exact, short_repr
 from megtool.number_formats.gguf import block, type_names
+from megtool.tensors.sharded import GlobalTensor
 
 MAX_HEADER_BYTES = 100_000_000
 _WINDOW = 1 << 20
@@ -54,12 +55,9 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry:
-    """One tensor: `shape` row-major, `offset` from the start of the data."""
+    """One tensor, with the `offset` of its bytes from the start of the data."""
 
-    name: str
-    dtype: DType
-    packing: str | None
-    shape: tuple[int, ...]
+    tensor: GlobalTensor
     offset: int
     num_bytes: int
 
@@ -103,16 +101,17 @@ def read_header(path: Path, size: int) -> GgufHeader:
     names: set[str] = set()
     for _ in range(num_tensors):
         entry = _read_entry(scan, alignment)
-        if entry.name in names:
-            raise scan.fault("two tensors of one name", tensor=entry.name)
-        names.add(entry.name)
+        name = entry.tensor.name
+        if name in names:
+            raise scan.fault("two tensors of one name", tensor=name)
+        names.add(name)
         entries.append(entry)
     start = scan.position + -scan.position % alignment
     for e in entries:
         if e.offset + e.num_bytes > size - start:
             raise scan.fault(
                 f"bytes {start + e.offset}+{e.num_bytes} are outside a file of {size} bytes",
-                tensor=e.name,
+                tensor=e.tensor.name,
                 hint="the file is truncated: fetch it again",
             )
     return GgufHeader(values, entries, start)
@@ -139,14 +138,15 @@ def _read_entry(scan: _Scanner, alignment: int) -> GgufEntry:
         raise scan.fault(f"shape {shape} at offset {offset} is invalid", tensor=name)
     if kind in _PLAIN:
         plain = dtype(_PLAIN[kind])
-        return GgufEntry(name, plain, None, shape, offset, numel * plain.itemsize)
+        tensor = GlobalTensor(name=name, shape=shape, dtype=plain)
+        return GgufEntry(tensor, offset, tensor.num_bytes)
     elements, num_bytes = block(kind)
     if not shape or shape[-1] % elements:
         raise scan.fault(
             f"rows of shape {shape} are not whole blocks of {elements} ({kind})", tensor=name
         )
-    packed = numel // elements * num_bytes
-    return GgufEntry(name, dtype("float32"), f"gguf:{kind}", shape, offset, packed)
+    tensor = GlobalTensor(name=name, shape=shape, dtype=dtype("float32"), packing=f"gguf:{kind}")
+    return GgufEntry(tensor, offset, numel // elements * num_bytes)
 
 
 class _Scanner:

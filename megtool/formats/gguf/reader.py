@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megtool.tensors.catalogue import (
     StoredFile,
     StoredPart,
 )
-from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
+from megtool.tensors.sharded import Shards, padded_shapes, widest
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 10_000
@@ -115,14 +116,9 @@ def _catalogue(
         if as_stored
         else _pair_scales(entries, [root / f.path if f.path else root for f in files])
     )
-    entries = [e for e in entries if e[2].name not in ignored]
+    entries = [e for e in entries if e[2].tensor.name not in ignored]
     tensors = [
-        GlobalTensor(
-            name=e.name,
-            shape=e.shape,
-            dtype=e.dtype,
-            packing=NVFP4_BLOCKS if e.name in packed else e.packing,
-        )
+        replace(e.tensor, packing=NVFP4_BLOCKS) if e.tensor.name in packed else e.tensor
         for _, _, e in entries
     ]
     file = np.array([row for row, _, _ in entries], np.int32)
@@ -160,16 +156,16 @@ def _pair_scales(
     Raises:
         FormatError: a scale has another shape.
     """
-    by_name = {e.name: (file, start, e) for file, start, e in entries}
+    by_name = {e.tensor.name: (file, start, e) for file, start, e in entries}
     packed: dict[str, tuple[StoredPart, ...]] = {}
     ignored: dict[str, IgnoredTensor] = {}
 
     def ignore(entry: GgufEntry, reason: str) -> None:
-        ignored[entry.name] = IgnoredTensor(
-            name=entry.name, reason=reason, num_bytes=entry.num_bytes
-        )
+        name = entry.tensor.name
+        ignored[name] = IgnoredTensor(name=name, reason=reason, num_bytes=entry.num_bytes)
 
-    for file, start, e in entries:
+    for file, start, entry in entries:
+        e = entry.tensor
         if e.packing != NVFP4_ROWS or not e.name.endswith(".weight"):
             continue
         stem = e.name.removesuffix("weight")
@@ -178,11 +174,12 @@ def _pair_scales(
         scale = by_name.get(f"{stem}scale")
         if scale is None:
             continue
-        of_experts = len(e.shape) > 2 and scale[2].shape == e.shape[:1]
-        if scale[2].dtype.name != "float32" or not (of_experts or scale[2].shape == (1,)):
+        factor = scale[2].tensor
+        of_experts = len(e.shape) > 2 and factor.shape == e.shape[:1]
+        if factor.dtype.name != "float32" or not (of_experts or factor.shape == (1,)):
             raise FormatError(
-                f"{scale[2].name!r}, the scale of a weight {list(e.shape)}, is {scale[2].dtype} "
-                f"{list(scale[2].shape)}",
+                f"{factor.name!r}, the scale of a weight {list(e.shape)}, is {factor.dtype} "
+                f"{list(factor.shape)}",
                 file=paths[file],
                 tensor=e.name,
                 hint="one float32 number for the weight, or one for each expert",
@@ -202,7 +199,7 @@ def _pair_scales(
         whole = PackedPart(
             role=SCALE,
             dtype="float32",
-            shape=scale[2].shape,
+            shape=factor.shape,
             spans=(PartSpan(0 if of_experts else WHOLE),),
         )
         ignore(scale[2], f"it is part of {e.name}")

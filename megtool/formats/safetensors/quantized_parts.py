@@ -98,14 +98,22 @@ def _is_block(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A packed tensor: its plain name, the name of its codes, and its parts (codes first) with
-    the names of their stored tensors."""
+    """A packed tensor: its plain name, and its parts (codes first) with the names of their stored
+    tensors. `packing` is as `number_formats.layout` writes it."""
 
     name: str
-    codes: str
     shape: Shape
     packing: str
     parts: tuple[tuple[PackedPart, str], ...]
+
+    @property
+    def codes(self) -> str:
+        """The name of the stored tensor of codes."""
+        return self.parts[0][1]
+
+    def part(self, role: str) -> tuple[PackedPart, str] | None:
+        """The part of a role and the tensor that holds it; None where there is none."""
+        return next(((p, n) for p, n in self.parts if p.role == role), None)
 
 
 @dataclass(slots=True)
@@ -449,7 +457,7 @@ def _make_weight(
         text = f"{size[-2]}x{size[-1]}"
     if t.name.endswith("_blocks"):
         text = str(_MX_BLOCK)
-    return PackedWeight(name=name, codes=t.name, shape=shape, packing=f"{kind}:{text}", parts=parts)
+    return PackedWeight(name=name, shape=shape, packing=f"{kind}:{text}", parts=parts)
 
 
 def _read_shape(stored: PartFinder, t: GlobalTensor) -> Shape:

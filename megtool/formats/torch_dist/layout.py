@@ -43,42 +43,63 @@ _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_CONFIG = {"common_backend": "torch", "common_backend_version": 1}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSave:
+    """What makes a checkpoint Megatron's: its `common` state, and one folder of a save folder.
+
+    `iteration` names that folder, `release` when None. `core_version` (`0.19`) is the Megatron-Core
+    that will read it; without it, every version can.
+    """
+
+    common: dict[str, Any]
+    iteration: int | None = None
+    core_version: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """The folder of the iteration, as a prefix of paths."""
+        return f"{folder_name(self.iteration)}/"
+
+    @property
+    def keeps_common_object(self) -> bool:
+        """Whether the common state is stored as an object instead of a file.
+
+        Raises:
+            UsageError: the core version is invalid.
+        """
+        version = self.core_version
+        return version is not None and _parse_version(version) >= COMMON_OBJECT_SINCE
+
+
 def plan_torch_dist_layout(
     tensors: Sequence[GlobalTensor],
     shards: Shards,
     *,
     num_files: int,
     objects: Mapping[str, Any] | None = None,
-    common: Any = None,
-    iteration: int | None = None,
     small_files: Mapping[str, bytes] | None = None,
     key_paths: KeyPaths | None = None,
-    megatron: bool,
-    core_version: str | None = None,
+    megatron: MegatronSave | None = None,
 ) -> Destination:
     """Plan tensors in `num_files` files, one per owner rank; a rank without shards has none.
 
-    `objects` are bytes of ready items, or trees of values (in a Megatron checkpoint a sharded
-    object). `common` is Megatron's common state, a dict. `iteration` names the folder inside the
-    save folder, `release` when None; a plain checkpoint has no such folder. `small_files` are
-    further files by their path in the folder. `key_paths` (a plain checkpoint's `planner_data`)
-    give positions in a nested state dict. `core_version` (`0.19`) is the Megatron-Core that will
-    read the checkpoint; without it, every version can.
+    Without `megatron`, the checkpoint is plain. `objects` are bytes of ready items, or trees of
+    values (in a Megatron checkpoint a sharded object). `small_files` are further files by their
+    path in the folder. `key_paths` (a plain checkpoint's `planner_data`) give positions in a nested
+    state dict.
 
     Raises:
-        UsageError: an owner is not a rank, names repeat, a common state is missing or not allowed,
-            or a core version is invalid, or a shape is too large to be read back.
+        UsageError: an owner is not a rank, names repeat, the common state is no dict, or a core
+            version is invalid, or a shape is too large to be read back.
     """
-    _check_request(tensors, shards, num_files, objects or {}, common, megatron)
-    keeps_common_object = (
-        megatron
-        and core_version is not None
-        and _parse_version(core_version) >= COMMON_OBJECT_SINCE
-    )
-    folder = f"{folder_name(iteration)}/" if megatron else ""
+    _check_request(tensors, shards, num_files, objects or {}, megatron)
+    keeps_common_object = megatron is not None and megatron.keeps_common_object
+    folder = megatron.folder if megatron else ""
     writer = _Files(shards.owner, has_objects=bool(objects) or keeps_common_object)
     object_extents: dict[str, tuple[int, int, int]] = {}
-    common_objects = {COMMON_OBJECT: common} if keeps_common_object else {}
+    common_objects: dict[str, Any] = {}
+    if megatron is not None and keeps_common_object:
+        common_objects[COMMON_OBJECT] = megatron.common
     items: dict[int, bytes] = {}  # large models repeat one empty object thousands of times
     for name, value in {**(objects or {}), **common_objects}.items():
         if isinstance(value, bytes):
@@ -113,21 +134,23 @@ def plan_torch_dist_layout(
             for name, extent in object_extents.items()
             if name not in common_objects
         },
-        metadata={} if common is None else {"common": common, "iteration": iteration},
+        metadata={"common": megatron.common, "iteration": megatron.iteration} if megatron else {},
     )
     other_files = {folder + name: data for name, data in (small_files or {}).items()}
-    if not megatron:
+    if megatron is None:
         last = {".metadata": metadata}
     else:
         other_files |= {f"{folder}.metadata": metadata}
         if not keeps_common_object:
-            other_files[f"{folder}{COMMON_FILE}"] = encode_object(common)
+            other_files[f"{folder}{COMMON_FILE}"] = encode_object(megatron.common)
         if TRAIN_STATE in (small_files or {}):
             other_files[f"latest_{TRAIN_STATE}"] = other_files[folder + TRAIN_STATE]
         config = _CONFIG if keeps_common_object else _CONFIG | _COMMON_CONFIG
         last = {
             f"{folder}{CONFIG_FILE}": json.dumps(config).encode(),
-            TRACKER: (folder_name(None) if iteration is None else str(iteration)).encode(),
+            TRACKER: megatron.folder[:-1].encode()
+            if megatron.iteration is None
+            else str(megatron.iteration).encode(),
         }
     return Destination(
         catalogue=catalogue, fragments=writer.fragments, small_files=other_files, final_files=last
@@ -156,8 +179,7 @@ def _check_request(
     shards: Shards,
     num_files: int,
     objects: Mapping[str, Any],
-    common: Any,
-    megatron: bool,
+    megatron: MegatronSave | None,
 ) -> None:
     names = [*(t.name for t in tensors), *objects]
     if len(set(names)) != len(names):
@@ -180,9 +202,9 @@ def _check_request(
         raise UsageError(
             f"shards belong to rank {int(shards.owner.max())}, and there are {num_files} files"
         )
-    if megatron != isinstance(common, dict):
+    if megatron is not None and not isinstance(megatron.common, dict):
         raise UsageError(
-            "a common state is required for a Megatron checkpoint and not allowed otherwise"
+            f"the common state of a Megatron checkpoint is {megatron.common!r:.60}, not a dict"
         )
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megtool.errors import FormatError
 from megtool.formats.auxiliary_files import can_copy, list_files
 from megtool.formats.header_reader import (
@@ -48,8 +50,8 @@ from megtool.pickles import reader as pickle_reader
 from megtool.pickles import zip_reader
 from megtool.storage.files import Files, is_regular_file, opened
 from megtool.storage.location.path import is_remote
-from megtool.tensors.catalogue import Catalogue, StoredFile, StoredObject
-from megtool.tensors.sharded import GlobalTensor
+from megtool.tensors.catalogue import Catalogue, Extents, StoredFile, StoredObject
+from megtool.tensors.sharded import GlobalTensor, Shards
 
 __all__ = ["NAMES", "detect", "open_checkpoint", "plan_zarr_layout"]
 
@@ -77,10 +79,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     folder = find_array_folder(path, iteration)
     if is_database(folder):
         catalogue = tensorstore.open_database(folder)
-        scan = _FolderScan(folder, void_is_bfloat16=False, files=catalogue.files)
-        scan.walk("", 0)
-        catalogue.objects = {o.name: o for o in scan.objects}
-        catalogue.auxiliary_files, catalogue.warnings = scan.auxiliary_files, scan.warnings
+        _FolderScan(catalogue, void_is_bfloat16=False).walk("", 0)
         _add_common(catalogue)
         return catalogue
     if is_unfinished(folder):
@@ -91,36 +90,35 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             error_id="unfinished-save",
         )
     backend = saved_backend(folder)
-    scan_result = _FolderScan(folder, void_is_bfloat16=backend == "zarr")
-    scan_result.walk("", 0)
-    if not scan_result.arrays:
+    none = np.zeros(0, np.int64)
+    catalogue = Catalogue(
+        format="zarr",
+        root=folder,
+        files=[],
+        tensors=[],
+        shards=Shards.build([], 1),
+        extents=Extents(file=np.zeros(0, np.int32), offset=none, length=none),
+    )
+    scan = _FolderScan(catalogue, void_is_bfloat16=backend == "zarr")
+    scan.walk("", 0)
+    if not scan.arrays:
         raise FormatError(
             "there is no zarr array in this folder", file=folder, error_id="not-a-checkpoint"
         )
-    arrays = sorted(scan_result.arrays, key=lambda a: a.name)
-    chunks = ZarrChunks(folder, scan_result.files, arrays)
+    arrays = sorted(scan.arrays, key=lambda a: a.name)
+    chunks = ZarrChunks(folder, catalogue.files, arrays)
     _check_complete(folder, arrays, chunks, megatron=backend == "zarr")
-    native = any(
+    if any(
         a.metadata.version == 3 and a.metadata.dtype.name in ONLY_TENSORSTORE
         for a in arrays
         if not a.metadata.is_zarr_python_dtype
-    )
-    catalogue = Catalogue(
-        format="tensorstore" if native else "zarr",
-        root=folder,
-        files=scan_result.files,
-        tensors=[
-            GlobalTensor(name=a.name, shape=a.metadata.shape, dtype=a.metadata.dtype)
-            for a in arrays
-        ],
-        shards=chunks.shards,
-        extents=chunks.extents,
-        objects={o.name: o for o in scan_result.objects},
-        auxiliary_files=scan_result.auxiliary_files,
-        warnings=scan_result.warnings,
-        locate_contained=chunks.locate,
-        encoded_chunks=chunks.encoded_chunks,
-    )
+    ):
+        catalogue.format = "tensorstore"
+    catalogue.tensors = [
+        GlobalTensor(name=a.name, shape=a.metadata.shape, dtype=a.metadata.dtype) for a in arrays
+    ]
+    catalogue.shards, catalogue.extents = chunks.shards, chunks.extents
+    catalogue.locate_contained, catalogue.encoded_chunks = chunks.locate, chunks.encoded_chunks
     catalogue.check()
     _add_common(catalogue)
     return catalogue
@@ -145,20 +143,16 @@ def _check_complete(
 
 @dataclass(slots=True)
 class _FolderScan:
-    """Collects the arrays, objects and auxiliary files of a folder."""
+    """Collects the arrays of a folder, and adds its objects and other files to a catalogue."""
 
-    root: Path
+    catalogue: Catalogue
     void_is_bfloat16: bool
-    files: list[StoredFile] = field(default_factory=list)
     arrays: list[ZarrArray] = field(default_factory=list)
-    objects: list[StoredObject] = field(default_factory=list)
-    auxiliary_files: dict[str, Path] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
 
     def walk(self, folder: str, depth: int) -> None:
         """Add a folder, given by its path below the root, and everything in it."""
         if depth > MAX_DEPTH:
-            raise FormatError(f"folders are nested {depth} deep", file=self.root / folder)
+            raise FormatError(f"folders are nested {depth} deep", file=self.catalogue.root / folder)
         entries = dict(self._scan(folder))
         if not depth:
             self._prefetch_metadata(entries)
@@ -170,46 +164,46 @@ class _FolderScan:
             path = f"{folder}/{name}" if folder else name
             if is_folder:
                 if path in _AUXILIARY_FOLDERS:
-                    self._add_auxiliary_files(list_files(self.root / path))
+                    self._add_auxiliary_files(list_files(self.catalogue.root / path))
                 elif not name.startswith("."):
                     self.walk(path, depth + 1)
             elif path in _AUXILIARY_FILES:
-                self._add_auxiliary_files([self.root / path])
+                self._add_auxiliary_files([self.catalogue.root / path])
             elif name.endswith(".pt") and folder:
                 number = self._file(path)
                 ours = path.startswith(f"{OBJECTS}/")
                 name = path.removeprefix(f"{OBJECTS}/").removesuffix(".pt")
-                self.objects.append(
-                    StoredObject(
-                        name=name,
-                        kind="bytes" if ours else "object",
-                        extent=(number, 0, self.files[number].size),
-                    )
+                self.catalogue.objects[name] = StoredObject(
+                    name=name,
+                    kind="bytes" if ours else "object",
+                    extent=(number, 0, self.catalogue.files[number].size),
                 )
 
     def _scan(self, folder: str) -> Iterator[tuple[str, bool]]:
         """The names in a folder, and whether each is a folder."""
-        place = self.root / folder
+        place = self.catalogue.root / folder
         if is_remote(place):
             yield from ((name, (place / name).is_dir()) for name in list_names(place))
             return
         with os.scandir(place) as entries:
             for entry in entries:
                 if entry.is_symlink():
-                    check_inside(self.root, f"{folder}/{entry.name}" if folder else entry.name)
+                    check_inside(
+                        self.catalogue.root, f"{folder}/{entry.name}" if folder else entry.name
+                    )
                 yield entry.name, entry.is_dir()
 
     def _prefetch_metadata(self, entries: Mapping[str, bool]) -> None:
         """Request the metadata of the arrays of a store, many at a time."""
-        if not is_remote(self.root):
+        if not is_remote(self.catalogue.root):
             return
-        Files().load_tree(self.root)
-        files = Files().tree(self.root)[0] if any(entries.values()) else []
+        Files().load_tree(self.catalogue.root)
+        files = Files().tree(self.catalogue.root)[0] if any(entries.values()) else []
         Files().prefetch([(p, [(0, 0)]) for p in files if p.name in (V3_NAME, V2_NAME)])
 
     def _file(self, path: str) -> int:
-        self.files.append(StoredFile.stat(self.root, path))
-        return len(self.files) - 1
+        self.catalogue.files.append(StoredFile.stat(self.catalogue.root, path))
+        return len(self.catalogue.files) - 1
 
     def _metadata(
         self, folder: str, entries: Mapping[str, bool]
@@ -220,7 +214,7 @@ class _FolderScan:
             return None
         path = f"{folder}/{name}" if folder else name
         number = self._file(path)
-        full, size = self.root / path, self.files[number].size
+        full, size = self.catalogue.root / path, self.catalogue.files[number].size
         if size > _MAX_JSON_BYTES:
             raise FormatError(f"the metadata has {size:,} bytes, which is too much", file=full)
         data = parse_json(read_exact(full, 0, size), full)
@@ -250,7 +244,7 @@ class _FolderScan:
                     files[name] = self._file(f"{path}/{entry}" if path else entry)
         self.arrays.append(
             ZarrArray(
-                name=folder or self.root.name,
+                name=folder or self.catalogue.root.name,
                 folder=folder,
                 metadata=metadata,
                 metadata_file=metadata_file,
@@ -260,9 +254,11 @@ class _FolderScan:
 
     def _add_auxiliary_files(self, paths: Sequence[Path]) -> None:
         for path in paths:
-            name = path.relative_to(self.root).as_posix()
-            if is_regular_file(path) and can_copy(self.root, name, self.warnings):
-                self.auxiliary_files[name] = path
+            name = path.relative_to(self.catalogue.root).as_posix()
+            if is_regular_file(path) and can_copy(
+                self.catalogue.root, name, self.catalogue.warnings
+            ):
+                self.catalogue.auxiliary_files[name] = path
 
 
 def _add_common(catalogue: Catalogue) -> None:

@@ -27,16 +27,16 @@ _NUM_WORST = 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """A predicted token where the two models differ: its document, its place there, and by how
-    much. `expected` is the token of the text; `ours` and `reference` are each model's
+    much. `expected_id` is the token of the text; `our_id` and `reference_id` are each model's
     likeliest tokens.
     """
 
     document: int
     place: int
     kl: float
-    expected: int
-    ours: int
-    reference: int
+    expected_id: int
+    our_id: int
+    reference_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,16 +205,14 @@ def _worst(facts: Tensor, rows: WindowRows) -> Iterator[Position]:
         document, place = rows.places[row]
         kl = float(facts[row, _KL])
         if kl > 0:
-            expected, predicted, reference_predicted = (
-                int(facts[row, c]) for c in (_LABEL, _OURS, _THEIRS)
-            )
+            expected, ours, reference = (int(facts[row, c]) for c in (_LABEL, _OURS, _THEIRS))
             yield Position(
                 document=document,
                 place=place,
                 kl=kl,
-                expected=expected,
-                ours=predicted,
-                reference=reference_predicted,
+                expected_id=expected,
+                our_id=ours,
+                reference_id=reference,
             )
 
 

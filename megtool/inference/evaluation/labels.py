@@ -23,16 +23,14 @@ class LabelScore:
 
     `accuracy` is the share of texts whose label has the highest score, or of pairs whose preferred
     answer has the higher one; None for numbers, of which `mean_error` is the mean absolute one.
-    `classes` are, by label, the number of texts that have it, and of those among them, and of all
-    texts, that it is predicted for.
+    `class_counts` are, by label, the number of texts that have it, and of those among them, and of
+    all texts, that it is predicted for.
     """
 
-    kind: LabelKind
-    num_texts: int
     loss: float
     accuracy: float | None = None
     mean_error: float | None = None
-    classes: tuple[tuple[int, int, int], ...] = ()
+    class_counts: tuple[tuple[int, int, int], ...] = ()
 
 
 @torch.inference_mode()
@@ -74,12 +72,9 @@ def score_texts(
 
 def rate_scores(kind: LabelKind, scores: Tensor, texts: Sequence[LabeledText]) -> LabelScore:
     """How well scores `[N, sides, L]` fit the labels of their texts."""
-    count = len(texts)
     if kind == "preferences":
         margins = scores[:, 0, 0] - scores[:, 1, 0]
         return LabelScore(
-            kind=kind,
-            num_texts=count,
             loss=float(-F.logsigmoid(margins).mean()),
             accuracy=float((margins > 0).double().mean()),
         )
@@ -87,8 +82,6 @@ def rate_scores(kind: LabelKind, scores: Tensor, texts: Sequence[LabeledText]) -
     if kind == "numbers":
         errors = scores[:, 0, 0] - numbers_of(labels).double()
         return LabelScore(
-            kind=kind,
-            num_texts=count,
             loss=float(errors.square().mean()),
             mean_error=float(errors.abs().mean()),
         )
@@ -97,9 +90,7 @@ def rate_scores(kind: LabelKind, scores: Tensor, texts: Sequence[LabeledText]) -
         (labels == n, (labels == n) & (best == n), best == n) for n in range(scores.shape[-1])
     ]
     return LabelScore(
-        kind=kind,
-        num_texts=count,
         loss=float(F.cross_entropy(scores[:, 0], labels)),
         accuracy=float((best == labels).double().mean()),
-        classes=tuple((int(a.sum()), int(b.sum()), int(c.sum())) for a, b, c in classes),
+        class_counts=tuple((int(a.sum()), int(b.sum()), int(c.sum())) for a, b, c in classes),
     )

@@ -89,12 +89,12 @@ def decode_buckets(
     buffers: Sequence[FlatBuffer],
     is_flat: Callable[[str], bool],
     *,
-    compare_all: bool = False,
+    verify_master_weights: bool = False,
 ) -> Catalogue:
     """The catalogue with flat buffers as `optimizer.state.STATE.KEY`, one tensor per layer.
 
     `catalogue` holds the model's weights, stacked or per layer, and the buffers, which are those
-    tensors that `is_flat` names. `compare_all` compares all elements of master weights,
+    tensors that `is_flat` names. `verify_master_weights` compares all elements of master weights,
     instead of some. `metadata["registration_order"]` of the result is the order
     that fits (None: one that only the rank's file has).
 
@@ -113,7 +113,7 @@ def decode_buckets(
             continue
         tried.add(key)
         candidate = _to_model_space(catalogue, placed, is_flat)
-        mismatch = find_mismatch(candidate, catalogue, compare_all=compare_all)
+        mismatch = find_mismatch(candidate, catalogue, verify_master_weights=verify_master_weights)
         if mismatch is None and order is not None:  # the order of the file itself needs no proof
             mismatch = _check_unique(catalogue, buffers, placed, orders[k + 1 :], is_flat)
         if mismatch is None:
@@ -171,8 +171,8 @@ def _check_unique(
         elsewhere = [x for place, x in rival.items() if place not in positions]
         sample = elsewhere[:: max(len(elsewhere) // _SAMPLE_SIZE, 1)]
         if not elsewhere or any(
-            _find_mismatch(catalogue, some, is_flat, compare_all)
-            for some, compare_all in ((sample, False), (elsewhere, False), (elsewhere, True))
+            _find_mismatch(catalogue, some, is_flat, every_element)
+            for some, every_element in ((sample, False), (elsewhere, False), (elsewhere, True))
         ):
             continue
         unmatched = [x for place, x in positions.items() if place not in rival]
@@ -195,10 +195,12 @@ def _find_mismatch(
     catalogue: Catalogue,
     placed: Sequence[PlacedParameter],
     is_flat: Callable[[str], bool],
-    compare_all: bool,
+    verify_master_weights: bool,
 ) -> MasterWeightMismatch | None:
     return find_mismatch(
-        _to_model_space(catalogue, placed, is_flat), catalogue, compare_all=compare_all
+        _to_model_space(catalogue, placed, is_flat),
+        catalogue,
+        verify_master_weights=verify_master_weights,
     )
 
 

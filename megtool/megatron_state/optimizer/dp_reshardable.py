@@ -88,7 +88,7 @@ def read_dp_reshardable(
     config: ModelConfig,
     parallel: ParallelConfig,
     *,
-    compare_all: bool = False,
+    verify_master_weights: bool = False,
     require_equal_copies: bool = True,
 ) -> Catalogue:
     """The catalogue with its buckets' state as `optimizer.state.STATE.KEY`, one per layer.
@@ -107,11 +107,14 @@ def read_dp_reshardable(
     ranks = rank_parameters(weights, config, parallel)
     flat_buffers = list(_flat_buffers(buffers, ranks, parallel, catalogue))
     out = decode_buckets(
-        catalogue, flat_buffers, lambda n: BUCKET.fullmatch(n) is not None, compare_all=compare_all
+        catalogue,
+        flat_buffers,
+        lambda n: BUCKET.fullmatch(n) is not None,
+        verify_master_weights=verify_master_weights,
     )
     out.metadata["bucket_dtypes"] = next((b.dtype, b.grad_dtype) for b in buffers)
     if require_equal_copies:
-        check_copies(out, compare_all=compare_all)
+        check_copies(out, verify_master_weights=verify_master_weights)
     return out
 
 

@@ -4,8 +4,8 @@ What is proved, and what is not:
 
 - Of every run of a parameter (that one rank stored in a bucket) a few elements at its beginning,
   and of every parameter some in the middle of its first run and at the end of its last, are those
-  of the model: all elements with `compare_all`. A parameter at a wrong place would need the
-  same numbers in all these places.
+  of the model: all elements with `verify_master_weights`. A parameter at a wrong place would need
+  the same numbers in all these places.
 - `decode_buckets` refuses a second order that passes the same test with other places for any
   parameter, all of whose elements are compared then: so exactly one of the known orders is right,
   however similar the parameters are. What is the same in all orders (norms that are all ones)
@@ -14,7 +14,7 @@ What is proved, and what is not:
   not proved: nothing else has them.
 - Copies of a parameter or its state, which several ranks store, are equal at their beginning, in
   their middle and at their end: some copies of each, and all of a tied embedding (`check_copies`);
-  with `compare_all`, all are equal.
+  with `verify_master_weights`, all are equal.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from megtool.transport.strided import Array
 _SHARES = (0.0, 0.5, 1.0)
 
 
-def check_masters(catalogue: Catalogue, side: CanonicalView, *, compare_all: bool = False) -> None:
+def check_masters(
+    catalogue: Catalogue, side: CanonicalView, *, verify_master_weights: bool = False
+) -> None:
     """Compare master weights, rounded, with the weights that `side` reads from `catalogue`.
 
     Compares some elements at the beginning, in the middle and at the end of every tensor, or with
-    `compare_all` all. Masters without weights, and of quantized weights, are skipped: how the
-    latter were rounded is not known. Memory is bounded by one part of a tensor.
+    `verify_master_weights` all. Masters without weights, and of quantized weights, are skipped: how
+    the latter were rounded is not known. Memory is bounded by one part of a tensor.
 
     Raises:
         FormatError: a master weight is not its weight.
@@ -55,7 +57,7 @@ def check_masters(catalogue: Catalogue, side: CanonicalView, *, compare_all: boo
         for name, main, weight in _pairs(catalogue, side):
             kind, target = catalogue[main.stored].dtype, catalogue[weight.stored].dtype
             lo, hi = [0] * len(main.shape), list(main.shape)
-            for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, _SHARES):
+            for box in split_box(lo, hi) if verify_master_weights else sample_runs(lo, hi, _SHARES):
                 a = reader.open_canonical(narrow(main, *box)).read().reshape(-1)
                 b = reader.open_canonical(narrow(weight, *box)).read().reshape(-1)
                 wrong = find_difference(a, kind, b, target)
@@ -123,12 +125,12 @@ class MasterWeightMismatch:
 
 
 def find_mismatch(
-    candidate: Catalogue, model: Catalogue, *, compare_all: bool = False
+    candidate: Catalogue, model: Catalogue, *, verify_master_weights: bool = False
 ) -> MasterWeightMismatch | None:
     """The first parameter of which probes disagree, or None: then the decoding is right.
 
     `candidate` holds the state per layer, `model` the weights under the same keys or stacked over
-    layers. With `compare_all` every element is compared.
+    layers. With `verify_master_weights` every element is compared.
 
     Raises:
         FormatError: master weights of which the model has no weight.
@@ -142,13 +144,15 @@ def find_mismatch(
             weight_name, lead = _find_weight(keys, key, candidate.root)
             rows = candidate.shards.of(number)
             pieces = range(rows.start, rows.stop)
-            if not compare_all and len(pieces) > MOST_PIECES:
+            if not verify_master_weights and len(pieces) > MOST_PIECES:
                 pieces = range(rows.start, rows.stop, -(-len(pieces) // MOST_PIECES))
             for k, row in enumerate(pieces):
                 lo = candidate.shards.boxes.lo[row, : len(tensor.shape)].tolist()
                 hi = candidate.shards.boxes.hi[row, : len(tensor.shape)].tolist()
                 shares = _shares(k, len(pieces))
-                for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, shares):
+                for box in (
+                    split_box(lo, hi) if verify_master_weights else sample_runs(lo, hi, shares)
+                ):
                     main = mains.open_canonical(place_box(tensor.name, *box)).read().reshape(-1)
                     weight = weights.open_canonical(
                         place_box(weight_name, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
@@ -164,15 +168,16 @@ def find_mismatch(
     return None
 
 
-def check_copies(catalogue: Catalogue, *, compare_all: bool = False) -> None:
+def check_copies(catalogue: Catalogue, *, verify_master_weights: bool = False) -> None:
     """Compare what several ranks store of the same parameter: norms, a tied embedding, their state.
 
-    All elements of all copies with `compare_all`, otherwise some of a bounded number of copies.
+    All elements of all copies with `verify_master_weights`, otherwise some of a bounded number of
+    copies.
 
     Raises:
         FormatError: two differ; names the tensor and both files.
     """
-    chosen = _replicas(catalogue) if compare_all else _sample_replicas(catalogue)
+    chosen = _replicas(catalogue) if verify_master_weights else _sample_replicas(catalogue)
     if not chosen:
         return
     first_copies, second_copies = pair_replicas(replace(catalogue, replicas=chosen))
@@ -182,7 +187,9 @@ def check_copies(catalogue: Catalogue, *, compare_all: bool = False) -> None:
     ):
         for number, (copy, tensor) in enumerate(zip(chosen, first_copies.tensors, strict=True)):
             lo, hi = [0] * len(tensor.shape), list(tensor.shape)
-            for box in split_box(lo, hi) if compare_all else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
+            for box in (
+                split_box(lo, hi) if verify_master_weights else sample_runs(lo, hi, (0.0, 0.5, 1.0))
+            ):
                 placement = place_box(tensor.name, *box)
                 a = first.open_canonical(placement).read().reshape(-1)
                 b = second.open_canonical(placement).read().reshape(-1)

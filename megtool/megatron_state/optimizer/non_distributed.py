@@ -32,12 +32,15 @@ def has_numbered_state(catalogue: Catalogue) -> bool:
 
 
 def read_numbered_state(
-    catalogue: Catalogue, members: Mapping[str, Sequence[Parameter]], *, compare_all: bool = False
+    catalogue: Catalogue,
+    members: Mapping[str, Sequence[Parameter]],
+    *,
+    verify_master_weights: bool = False,
 ) -> Catalogue:
     """The catalogue with numbered state as `optimizer.state.STATE.KEY`, one tensor per layer.
 
     `catalogue` holds the weights in model space, `members` every rank folder's parameters as they
-    are registered. `compare_all` compares all master weights with the model's.
+    are registered. `verify_master_weights` compares all master weights with the model's.
 
     Raises:
         FormatError: groups that do not fit the parameters, or master weights of another model.
@@ -62,7 +65,7 @@ def read_numbered_state(
             for box, position in split_into_boxes(p, 0, p.numel):
                 collected.add(tensor, box, row, position)
     out = rechunk(catalogue, lambda n: NUMBERED.fullmatch(n) is None, collected.regrouping())
-    mismatch = find_mismatch(out, catalogue, compare_all=compare_all)
+    mismatch = find_mismatch(out, catalogue, verify_master_weights=verify_master_weights)
     if mismatch is not None:
         raise mismatch.to_error(catalogue.root)
     return out

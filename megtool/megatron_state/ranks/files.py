@@ -63,7 +63,7 @@ def read_rank_files(
     config: ModelConfig,
     parallel: ParallelConfig,
     *,
-    compare_all: bool = False,
+    verify_master_weights: bool = False,
     require_equal_copies: bool = True,
 ) -> Catalogue:
     """The catalogue with every rank's tensors in model space, one per layer, and their objects.
@@ -104,13 +104,16 @@ def read_rank_files(
                 if not rank_tensor.parameter.key.endswith(_BUFFERS)
             ]
             members.setdefault(folder, []).extend(parameters)
-        out = read_numbered_state(out, members, compare_all=compare_all)
+        out = read_numbered_state(out, members, verify_master_weights=verify_master_weights)
     elif flat_buffers := list(_flat_buffers(out, chunks, parallel)):
         out = decode_buckets(
-            out, flat_buffers, lambda n: _FLAT.fullmatch(n) is not None, compare_all=compare_all
+            out,
+            flat_buffers,
+            lambda n: _FLAT.fullmatch(n) is not None,
+            verify_master_weights=verify_master_weights,
         )
     if require_equal_copies:
-        check_copies(out, compare_all=compare_all)
+        check_copies(out, verify_master_weights=verify_master_weights)
     return out
 
 

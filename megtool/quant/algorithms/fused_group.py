@@ -47,13 +47,13 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(slots=True, kw_only=True)
 class FusedGroupResult:
-    """The result for a group; `amax`, `codes` and `branches` are by module. Empty or zero means the
-    default."""
+    """The result for a group; `amaxes`, `codes` and `branches` are by module. Empty or zero means
+    the default."""
 
     smoothing_scale: NDArray[np.float32] | None = None
     input_amax: float = 0.0
     global_amax: float = 0.0
-    amax: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    amaxes: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     codes: dict[str, NDArray[np.int8]] = field(default_factory=dict)
     branches: dict[str, LowRankBranch] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ def solve_fused_group(
             out.global_amax = max(amaxes, default=0.0) * _ROOM_ABOVE
     if config.cast and grid.kind == "nvfp4":
         out.global_amax, amaxes_of = mxfp4_cast.solve_cast(weights, grid)
-        out.amax = {n: amax.numpy() for n, amax in amaxes_of.items()}
+        out.amaxes = {n: amax.numpy() for n, amax in amaxes_of.items()}
         return out
     gram_II = _gram(measured, scale, config)
     targets = {n: w if scale is None else w * scale for n, w in weights.items()}
@@ -110,7 +110,7 @@ def solve_fused_group(
     for name, target_OI in targets.items():
         amax, codes = _solve_weight(target_OI, gram_II, grid, config, out.global_amax)
         if amax is not None:
-            out.amax[name] = amax.numpy()
+            out.amaxes[name] = amax.numpy()
         if codes is not None:
             out.codes[name] = codes.numpy()
     return out
@@ -186,7 +186,7 @@ def _solve_branches(
     out.global_amax = max(float(r.abs().max()) for r in residuals.values())
     for name, residual_OI in residuals.items():
         amax, codes = grid.encode(residual_OI, out.global_amax)
-        out.amax[name], out.codes[name] = amax.numpy(), codes.numpy()
+        out.amaxes[name], out.codes[name] = amax.numpy(), codes.numpy()
 
 
 def _round_to_stored(

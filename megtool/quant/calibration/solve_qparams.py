@@ -211,7 +211,7 @@ class _Solver:
                 format=format,
                 smoothing_scale=result.smoothing_scale,
                 stores_pre_quant_scale=stores and result.smoothing_scale is not None,
-                amax=result.amax.get(module),
+                amax=result.amaxes.get(module),
                 global_amax=result.global_amax,
                 codes=result.codes.get(module),
                 branch=result.branches.get(module),

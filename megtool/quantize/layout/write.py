@@ -7,10 +7,9 @@ of a Megatron checkpoint with ModelOpt's quantizers.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from megtool.options.target import TargetOptions
 from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.execute import CopyReport
 from megtool.plan.planner import build_plan
-from megtool.plan.worker_status import WorkerStatus
 from megtool.quant.packed_tensors.hf_config import (
     hf_quant_config,
     with_blocks,
@@ -56,14 +54,12 @@ from megtool.quantize.layout.stored_layout import (
 from megtool.quantize.layout.weight_layout import check_places, make_quantized_target
 from megtool.reshard.execute import (
     expected_digests,
-    peak_rss_bytes,
     placements_read,
-    source_paths,
     write_target_digests,
 )
 from megtool.reshard.staged_write import make_stage, write_staged, written_files
 from megtool.reshard.writers.target_spec import Target
-from megtool.reshard.written_digests import count_digested
+from megtool.reshard.written_digests import DigestCount, count_digests
 from megtool.source.checkpoint import CheckpointSource
 from megtool.storage.files import Files
 from megtool.tensors.sharded import GlobalTensor
@@ -77,26 +73,16 @@ _NO_LAYOUT = LayoutOptions()
 class WriteReport:
     """The written folder, or with `dry_run` the planned one.
 
-    `num_bytes` are the bytes of all tensors, `source_bytes` those of the source. `files` are
-    relative paths. `resumed_units` were finished by an earlier run; `repaired_units` of them had
-    been damaged since. `worker` is set in a run of several workers.
+    `num_bytes` are the bytes of all tensors, `files` relative paths. `copied` is None if nothing
+    was.
     """
 
     num_bytes: int
-    source_bytes: int
     tensors: int
     files: tuple[str, ...]
-    seconds: float = 0.0
-    peak_rss_bytes: int = 0
-    peak_buffer_bytes: int = 0
-    kernel_bytes: int = 0
-    resumed_units: int = 0
-    repaired_units: int = 0
-    digested: int = 0
-    digested_files: int = 0
-    notes: tuple[str, ...] = ()
+    copied: CopyReport | None = None
+    digests: DigestCount = field(default_factory=DigestCount)
     warnings: tuple[str, ...] = ()
-    worker: WorkerStatus | None = None
 
 
 class VerificationError(MegtoolError):
@@ -161,7 +147,6 @@ def write(
         FormatError: a weight has NaN or Inf.
         StorageError, SourceChangedError, DestinationError: as in a reshard.
     """
-    began = time.monotonic()
     system = files or Files()
     planned = None
     target = make_quantized_target(source, decisions, replace(options, to="hf", layout=_NO_LAYOUT))
@@ -179,7 +164,7 @@ def write(
         execution,
         options.destination,
         files=system,
-        sources=source_paths(source),
+        sources=source.paths,
     )
     first = stage_of(fingerprint="")
     if execution.dry_run or system.lstat(first.staging) is None:  # else `stage` checks it
@@ -200,10 +185,8 @@ def write(
         plan = plan_megatron(source, qparams, planned, modules, options_key)
     report = WriteReport(
         num_bytes=plan.target.catalogue.num_bytes,
-        source_bytes=source.catalogue.num_bytes,
         tensors=len(plan.target.catalogue.tensors),
         files=written_files(plan),
-        notes=tuple(qparams.notes),
     )
     if execution.dry_run:
         return report
@@ -230,16 +213,9 @@ def write(
     )
     return replace(
         report,
-        seconds=time.monotonic() - began,
-        peak_rss_bytes=peak_rss_bytes(),
-        peak_buffer_bytes=copied.peak_buffer_bytes,
-        kernel_bytes=stage.count_copied(copied.kernel_bytes),
-        resumed_units=copied.verified,
-        repaired_units=copied.repaired,
-        digested=count_digested(plan, stage.sidecar),
-        digested_files=len(stage.sidecar.files) if stage.sidecar else 0,
+        copied=copied,
+        digests=count_digests(plan, stage),
         warnings=tuple(stage.messages),
-        worker=copied.worker,
     )
 
 

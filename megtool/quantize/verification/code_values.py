@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megtool.lint.finding import Finding, error
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.scales import modelopt_block, modelopt_exponent, modelopt_scale
 from megtool.number_formats.small_floats import E2M1, E4M3, FP4, eight_bit, single
@@ -22,6 +21,7 @@ from megtool.process.threads import run_jobs
 from megtool.quant.qparams import Floats, QParams, WeightQParams
 from megtool.quantize.verification.step_sizes import MatrixIndices, map_part
 from megtool.quantize.verification.weight_error import WeightPair, WeightPart, split_weight
+from megtool.report.finding import Finding, error
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
 from megtool.transport.reading.reader import CheckpointReader

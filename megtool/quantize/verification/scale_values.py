@@ -9,7 +9,6 @@ import numpy as np
 
 from megtool.dtypes import dtype
 from megtool.errors import CalibrationError
-from megtool.lint.finding import Finding, error
 from megtool.lint.folder_view import FolderView
 from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.modelopt_tensors import (
@@ -22,6 +21,7 @@ from megtool.quant.recipes.formats import INPUT_PACKINGS
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import ModuleInfo, find_fused_name
 from megtool.quantize.verification.weight_error import FOLDED_SLACK, SLACK, ErrorSums, WeightPair
+from megtool.report.finding import Finding, error
 from megtool.transport.constant_feed import round_to_dtype
 
 _CACHE = "keys and values are clipped, or rounded more than necessary, in every engine"

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from megtool.convert.dialects import CanonicalView
 from megtool.digests.compare import ComparedSource, ReadableView, TensorPair, compare
 from megtool.digests.crc32c import Digests
-from megtool.lint.finding import Finding, error
 from megtool.number_formats.rounding import rounded
 from megtool.process.threads import run_jobs
 from megtool.quant.qparams import QParams
 from megtool.quantize.verification.weight_error import WeightPair, WeightPart, split_weight
+from megtool.report.finding import Finding, error
 from megtool.transport.cast import numeric_values
 from megtool.transport.reading.reader import CheckpointReader
 from megtool.transport.strided import Array

@@ -19,7 +19,6 @@ from megtool.dtypes import dtype
 from megtool.errors import MegtoolError
 from megtool.formats import open_checkpoint
 from megtool.lint.expected import ExpectedModel
-from megtool.lint.finding import Finding, error, sort_findings, warning
 from megtool.lint.folder_view import COMPANIONS, TOKENIZER_FILES, FolderView, open_folder
 from megtool.lint.recipe_rules import check_recipe
 from megtool.quant.qparams import Floats, QParams
@@ -44,6 +43,7 @@ from megtool.quantize.verification.weight_error import (
     measure_errors,
     split_pre_quant_scales,
 )
+from megtool.report.finding import Finding, error, sort_findings, warning
 from megtool.source.checkpoint import CheckpointSource
 from megtool.storage.files import Files
 from megtool.tensors.box import numel

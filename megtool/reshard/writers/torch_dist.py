@@ -13,6 +13,7 @@ from megtool.dtypes import DType
 from megtool.errors import MappingError
 from megtool.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.formats.save_folder import folder_name
+from megtool.formats.torch_dist.layout import MegatronSave
 from megtool.formats.torch_dist.layout import plan_torch_dist_layout as lay_out_ranks
 from megtool.fp8_state.transfer import ExtraStateTransfer, resolve_amax
 from megtool.megatron_state.bridge_files import edit_layout, make_bridge_files
@@ -94,22 +95,27 @@ def _plan_layout(
     )
     objects |= added.objects
     iteration = read_iteration(source.catalogue)
-    common = None
+    save = None
     entries = {} if megatron else make_group_entries(source.catalogue, tensors)
     objects |= {name: value for name, (_, value) in entries.items()}
     key_paths = dict(source.catalogue.metadata.get("planner_data") or {})
     key_paths |= {name: path for name, (path, _) in entries.items()}
     if megatron:
-        common = make_common_state(
-            source,
-            parallel,
-            out.side.tensors,
-            dtype,
-            out.optimizer_format,
-            objects=objects,
-            config=out.side.config,
+        save = MegatronSave(
+            common=make_common_state(
+                source,
+                parallel,
+                out.side.tensors,
+                dtype,
+                out.optimizer_format,
+                objects=objects,
+                config=out.side.config,
+            ),
+            iteration=iteration,
+            core_version=options.core_version,
         )
     out.account(carried.moved, carried.derived, carried.dropped)
+    common = None if save is None else save.common
     out.account(*account_for_common(source, common, out.format, has_groups=bool(entries)))
     if options.bridge:
         small |= _make_bridge_files(source, out, parallel, small, iteration)
@@ -118,12 +124,9 @@ def _plan_layout(
         shards,
         num_files=num_files,
         objects=objects,
-        common=common,
-        iteration=iteration,
         small_files=small,
-        core_version=options.core_version,
         key_paths=key_paths,
-        megatron=megatron,
+        megatron=save,
     )
     if megatron:
         out.sidecar_folder = folder_name(iteration)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megtool.digests.crc32c import StoredDigest
 from megtool.formats.save_folder import folder_name
-from megtool.formats.torch_dist.layout import CONFIG_FILE, plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import CONFIG_FILE, MegatronSave, plan_torch_dist_layout
 from megtool.tensors.catalogue import Destination
 from megtool.train.checkpointing.host_snapshot import LiveShards
 from megtool.train.checkpointing.save_layout import SaveLayout
@@ -40,9 +40,7 @@ class RankDataFile:
                 self._layout.shards,
                 num_files=self._size,
                 objects=objects or {"nothing/shard_0_1": b""},
-                common={},
-                iteration=None,
-                megatron=True,
+                megatron=MegatronSave(common={}),
             )
             return self._planned
         fragments = list(planned.fragments)

@@ -17,6 +17,7 @@ from megtool.options.groups import (
     INPUT,
     RUNNING,
     SourceOptions,
+    TextRecords,
     TokenizerChoice,
 )
 from megtool.options.layout import ParallelConfig
@@ -82,8 +83,7 @@ class TrainConfig(TokenizerChoice):
     blend: str | None = option(
         INPUT, "Weights of several --data: 0.7,0.3; default: their sizes.", metavar="LIST"
     )
-    field: str | None = option(INPUT, "The field of a record that holds its text.", metavar="NAME")
-    split: str | None = option(INPUT, "The split of a data set.", metavar="NAME")
+    records: TextRecords = group(TextRecords)
     eval_data: str | None = option(INPUT, "Validation data, in the same formats.", metavar="FILE")
     eval_split: float = option(
         INPUT, "Share of --data to use as the validation split.", 0.0, minimum=0, below=1

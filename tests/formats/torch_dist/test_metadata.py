@@ -231,9 +231,7 @@ def test_damaged_metadata_is_refused_or_harmless(data: st.DataObject) -> None:
 def small_metadata() -> bytes:
     tensors = [GlobalTensor(name="a", shape=(4, 6), dtype=dtype("float32"))]
     shards = Shards.build([(0, [0, 0], [2, 6], 0), (0, [2, 0], [4, 6], 1)], 2)
-    return plan_torch_dist_layout(tensors, shards, num_files=2, megatron=False).final_files[
-        ".metadata"
-    ]
+    return plan_torch_dist_layout(tensors, shards, num_files=2).final_files[".metadata"]
 
 
 SMALL_METADATA = small_metadata()

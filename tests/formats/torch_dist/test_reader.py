@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import FormatError, UsageError
 from megtool.formats.torch_dist import reader as torch_dist
-from megtool.formats.torch_dist.reader import open_checkpoint, plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
+from megtool.formats.torch_dist.reader import open_checkpoint
 from megtool.pickles import zip_reader
 from megtool.pickles.writer import make_namespace
 from megtool.pickles.zip_writer import write_archive
@@ -190,7 +191,6 @@ def test_what_we_lay_out_torch_loads(
         objects={"nested.iteration": 7, "nested.text": "x"},
         key_paths={"nested.iteration": ("nested", "iteration"), "nested.text": ("nested", "text")},
         small_files={"hf/config.json": b"{}"},
-        megatron=False,
     )
     arrays = {t.name: view(state[t.name]) for t in tensors}
     materialize(laid, tmp_path, arrays)
@@ -225,15 +225,16 @@ def save_folder(root: Path, materialize: Materialize, iteration: int | None = 5)
         cut(tensors, 2),
         num_files=2,
         objects={"rng_state/shard_0.0_1.1": {"seed": 1}},
-        common={
-            "args": make_namespace({"num_layers": 2, "kind": "x"}),
-            "iteration": iteration or 0,
-            "checkpoint_version": 3.0,
-            "content_metadata": {"a": 1},
-        },
-        iteration=iteration,
         small_files={"hf/config.json": b"{}", "tokenizer/vocab.txt": b"x"},
-        megatron=True,
+        megatron=MegatronSave(
+            common={
+                "args": make_namespace({"num_layers": 2, "kind": "x"}),
+                "iteration": iteration or 0,
+                "checkpoint_version": 3.0,
+                "content_metadata": {"a": 1},
+            },
+            iteration=iteration,
+        ),
     )
     arrays = {
         "a.weight": np.arange(24, dtype="<f4").reshape(4, 6),
@@ -295,9 +296,7 @@ def test_common_state_inside_is_read_as_newer_cores_write_it(
         cut(tensors, 1),
         num_files=1,
         objects={"common_state/shard_0_1": common},
-        common={},
-        iteration=3,
-        megatron=True,
+        megatron=MegatronSave(common={}, iteration=3),
     )
     materialize(laid, tmp_path, {"a": np.zeros(4, "<f4")})
     folder = tmp_path / "iter_0000003"
@@ -351,7 +350,7 @@ def test_swapped_files_are_noticed_at_first_use(tmp_path: Path, materialize: Mat
         GlobalTensor(name=str(n), shape=(n, 24 // n), dtype=dtype("float32")) for n in (4, 6)
     ]
     shards = Shards.build([(i, [0, 0], list(t.shape), i) for i, t in enumerate(tensors)], 2)
-    laid = plan_torch_dist_layout(tensors, shards, num_files=2, megatron=False)
+    laid = plan_torch_dist_layout(tensors, shards, num_files=2)
     materialize(laid, tmp_path, {t.name: np.zeros(t.shape, t.dtype.view) for t in tensors})
     (tmp_path / "__0_0.distcp").rename(tmp_path / "x")
     (tmp_path / "__1_0.distcp").rename(tmp_path / "__0_0.distcp")
@@ -397,8 +396,8 @@ def test_what_cannot_be_laid_out_says_so() -> None:
     tensors = [GlobalTensor(name="a", shape=(4, 6), dtype=dtype("float32"))]
     shards = cut(tensors, 2)
     with raises(UsageError, "1", "1 files"):
-        plan_torch_dist_layout(tensors, shards, num_files=1, megatron=False)
+        plan_torch_dist_layout(tensors, shards, num_files=1)
     with pytest.raises(UsageError, match="named 'a'"):
-        plan_torch_dist_layout(tensors, shards, num_files=2, objects={"a": 1}, megatron=False)
+        plan_torch_dist_layout(tensors, shards, num_files=2, objects={"a": 1})
     with pytest.raises(UsageError, match="common state"):
-        plan_torch_dist_layout(tensors, shards, num_files=2, megatron=True)
+        plan_torch_dist_layout(tensors, shards, num_files=2, megatron=MegatronSave(common=None))

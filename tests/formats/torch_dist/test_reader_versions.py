@@ -18,7 +18,7 @@ from megtool.dtypes import dtype
 from megtool.errors import FormatError, UsageError
 from megtool.formats import open_checkpoint
 from megtool.formats.torch_dist.integrity import check_integrity, read_integrity
-from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
 from megtool.pickles.writer import make_namespace
 from megtool.tensors.catalogue import Destination
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -42,10 +42,11 @@ def save(
         [tensor],
         Shards.build([(0, [0, 0], [2, 6], 0), (0, [2, 0], [4, 6], 1)], 2),
         num_files=2,
-        common={"args": make_namespace({"x": 1}), "iteration": iteration or 0, "t": (1, 2.5)},
-        iteration=iteration,
-        megatron=True,
-        core_version=core_version,
+        megatron=MegatronSave(
+            common={"args": make_namespace({"x": 1}), "iteration": iteration or 0, "t": (1, 2.5)},
+            iteration=iteration,
+            core_version=core_version,
+        ),
         **more,
     )
     materialize(laid, root, {"a.weight": np.arange(24, dtype="<f4").reshape(4, 6)})

@@ -20,7 +20,7 @@ from megtool.convert.megatron.names import BUCKET
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.formats import open_checkpoint
-from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
 from megtool.megatron_state.optimizer.dp_reshardable import find_buffers
 from megtool.options.layout import ParallelConfig
 from megtool.source.open import open_source
@@ -68,9 +68,7 @@ def rewritten(
         Shards.build(rows, widest(tensors)),
         num_files=1,
         objects=packed,
-        common=c.metadata["common"],
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=c.metadata["common"], iteration=7),
     )
     materialize(laid, target, arrays)
     return target
@@ -261,9 +259,7 @@ def test_a_sharding_type_that_nobody_knows(sound: Path, tmp_path: Path, material
         tensors,
         Shards(c.shards.tensor, c.shards.boxes, np.zeros_like(c.shards.owner)),
         num_files=1,
-        common=common,
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=common, iteration=7),
     )
     arrays = stored_arrays(c)
     renamed = {n.replace("optimizer.state.", "optimizer.odd."): a for n, a in arrays.items()}

@@ -66,7 +66,7 @@ def test_masters_of_a_hugging_face_folder(
 
     train(hf, one)
     with raises(FormatError, match="master weight is", hint="--optimizer-format none") as e:
-        open_source(hf, prove_all=True)
+        open_source(hf, verify_master_weights=True)
     assert e.value.tensor is not None
     assert e.value.tensor.startswith("layers.1.")
     reshard(hf, tmp_path / "fully", to="torch_dist", fsync=False)
@@ -90,10 +90,10 @@ def test_masters_of_fully_reshardable_state(
 
     write(tmp_path / "sound", config(**model), ParallelConfig(tp=2), materialize)
     write(tmp_path / "other", config(**model), ParallelConfig(tp=2), changed)
-    open_source(tmp_path / "sound", prove_all=True)
+    open_source(tmp_path / "sound", verify_master_weights=True)
     open_source(tmp_path / "other")
     with raises(FormatError, match="master weight is", tensor="norm.weight"):
-        open_source(tmp_path / "other", prove_all=True)
+        open_source(tmp_path / "other", verify_master_weights=True)
     with pytest.raises(FormatError, match="master weight is"):
         reshard(tmp_path / "other", tmp_path / "out", optimizer_format="dp_reshardable")
 
@@ -127,11 +127,14 @@ def test_masters_by_number(whole: bool, tmp_path: Path, materialize: Any) -> Non
 
     file = next(folder.rglob("model_optim_rng.pt"))
     edit(file, lambda tree: number(tree, 0.0))
-    assert open_source(folder, prove_all=whole).view.states.keys() == {"main", "exp_avg"}
+    assert open_source(folder, verify_master_weights=whole).view.states.keys() == {
+        "main",
+        "exp_avg",
+    }
     edit(file, lambda tree: number(tree, 1.0))
     if whole:
         with pytest.raises(FormatError, match="master weight is"):
-            open_source(folder, prove_all=True)
+            open_source(folder, verify_master_weights=True)
     else:
         open_source(folder)
 

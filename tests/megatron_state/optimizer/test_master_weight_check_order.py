@@ -163,7 +163,7 @@ def test_all_elements_are_compared_on_request(tmp_path: Path, materialize: Any) 
 
     out = save(tmp_path, materialize, change=one)
     open_source(out)
-    e = refused(out, r"at \[5, 3\]", prove_all=True)
+    e = refused(out, r"at \[5, 3\]", verify_master_weights=True)
     assert e.tensor == name
 
 
@@ -226,7 +226,7 @@ def test_one_element_of_a_copy_is_found_on_request(tmp_path: Path, materialize: 
     edit(file, lambda tree: tree["model"]["decoder.final_layernorm.weight"][100:101].add_(1))
     open_source(folder, optimizer=False)
     with pytest.raises(FormatError, match=r"at \[100\]"):
-        open_source(folder, optimizer=False, prove_all=True)
+        open_source(folder, optimizer=False, verify_master_weights=True)
 
 
 def test_few_reads_for_many_copies(

@@ -25,7 +25,7 @@ CLOSE = 1e-5
 
 def worst(size: int, jobs: list[ranks.Job]) -> dict[str, float]:
     """What is not close, on any rank."""
-    found = run_world(ranks.compare_all, size, jobs)
+    found = run_world(ranks.verify_master_weights, size, jobs)
     assert all(len(one) == len(jobs) for one in found)
     return {k: v for one in found for k, v in one.items() if not v < CLOSE}
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megtool.formats import open_checkpoint
-from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
 from megtool.run_state.checkpoint_objects import encode_stored_object
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
@@ -94,9 +94,7 @@ def as_fragments(
         tensors,
         Shards.build(rows, widest(tensors)),
         num_files=2,
-        common=common,
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=common, iteration=7),
     )
     materialize(laid, target, arrays)
     give_mcore_data(target / "iter_0000007", data, own_class)
@@ -173,9 +171,7 @@ def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: A
         Shards.build(rows, widest(weights)),
         num_files=1,
         objects=objects,
-        common=common,
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=common, iteration=7),
     )
     materialize(laid, target, arrays)
 
@@ -190,8 +186,6 @@ def rename_tensors(
         tensors,
         Shards(c.shards.tensor, c.shards.boxes, np.zeros_like(c.shards.owner)),
         num_files=1,
-        common=c.metadata["common"],
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=c.metadata["common"], iteration=7),
     )
     materialize(laid, target, {rename(n): a for n, a in stored_arrays(c).items()})

@@ -16,7 +16,7 @@ from megtool.convert.megatron.args import args_from_config
 from megtool.convert.megatron.names import IN_PARTS, STACKED
 from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import dtype
-from megtool.formats.torch_dist.layout import plan_torch_dist_layout
+from megtool.formats.torch_dist.layout import MegatronSave, plan_torch_dist_layout
 from megtool.options.layout import ParallelConfig
 from megtool.pickles.reader import inert_global
 from megtool.pickles.writer import make_namespace
@@ -120,10 +120,8 @@ def write(
         shards,
         num_files=parallel.world_size,
         objects=objects,
-        common=common | dict(small_state or {}),
         small_files=beside,
-        iteration=7,
-        megatron=True,
+        megatron=MegatronSave(common=common | dict(small_state or {}), iteration=7),
     )
     materialize(out, folder, arrays)
 

@@ -18,7 +18,7 @@ from megtool.options.layout import LayoutOptions
 from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
 from megtool.reshard.execute import execute, plan_reshard
-from megtool.reshard.open_selected import open_selected
+from megtool.reshard.open_selected import ReshardSources, open_selected
 from megtool.reshard.report import ReshardReport
 from megtool.source.merge import AdapterMerge
 from megtool.source.open import open_source
@@ -74,11 +74,6 @@ def merge(
     )
     opened = replace(target, optimizer_format=optimizer or "none")
     checkpoint = open_selected(source, SourceSelection(), opened)
-    job = plan_reshard(
-        checkpoint,
-        None,
-        target,
-        execution,
-        merges=[AdapterMerge(updates=updates)],
-    )
+    sources = ReshardSources(source=checkpoint, merges=[AdapterMerge(updates=updates)])
+    job = plan_reshard(sources, target, execution)
     return execute(job, execution, files or Files(), silent, start=time.monotonic())

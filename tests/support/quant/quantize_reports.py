@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megtool.lint.finding import error, warning
 from megtool.quantize.report import (
     AutoChoice,
     CalibrationFacts,
@@ -14,6 +13,7 @@ from megtool.quantize.report import (
     QuantizeReport,
 )
 from megtool.quantize.verification.verify_folder import FolderVerification, WeightAccuracy
+from megtool.report.finding import error, warning
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=a>&'\x1b[31m"
 

@@ -194,7 +194,7 @@ def compare(
 Job = tuple[str, str, dict[str, int], bool]
 
 
-def compare_all(rank: int, size: int, jobs: list[Job]) -> dict[str, float]:
+def verify_master_weights(rank: int, size: int, jobs: list[Job]) -> dict[str, float]:
     """The largest difference of each job on this rank."""
     dist.init_process_group("gloo")
     made: dict[str, ProcessGroups] = {}

@@ -1,4 +1,4 @@
-"""A finding: one thing wrong, or odd, with a quantized folder."""
+"""A finding: one thing wrong, or odd, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing wrong, or odd, with a quantized folder, planned, staged or finished.
+    """One thing wrong, or odd, with a checkpoint or a quantized folder.
 
     `id` names what was checked and never changes. `target` is the engine that it is about, with its
     version (empty: every engine). `module` is the name of a module, a stored tensor or a file;
