@@ -19,7 +19,6 @@ from megtool.tensors.catalogue import Catalogue
 
 _SCHEDULER = "opt_param_scheduler"
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "ffn_dropout", "lora_dropout")
-_GROUP_FIELDS = ("step", "lr", "betas", "weight_decay", "wd")
 _TRAINER_STATE = "trainer_state.json"
 _MAX_STATE_BYTES = 64 << 20
 

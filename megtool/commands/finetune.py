@@ -17,7 +17,7 @@ from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
 from megtool.formats.save_folder import folder_name
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.execution import ExecutionOptions
-from megtool.options.groups import AdaptedSource, RuntimeOptions
+from megtool.options.groups import AdaptedSource
 from megtool.options.layout import ParallelConfig
 from megtool.options.selection import SourceSelection
 from megtool.options.target import TargetOptions
@@ -81,12 +81,8 @@ def finetune(
     check_run(source, settings)
     if options.dry_run:
         return _plan(source, folder, settings, checkpoint)
-    runtime = RuntimeOptions(
-        device=settings.device, kernels=settings.kernels, threads=settings.threads
-    )
     ranks = on_ranks(
-        runtime,
-        settings.layout,
+        settings,
         less=LESS_MEMORY,
         num_instances=settings.sharding.num_distributed_optimizer_instances,
         orders_kernels=not settings.sharding.is_fully_sharded,

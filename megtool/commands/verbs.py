@@ -341,7 +341,6 @@ VERBS = (
     ),
 )
 BY_API = {verb.api: verb for verb in VERBS}
-BY_COMMAND = {verb.command: verb for verb in VERBS}
 
 GROUPS = {
     "adapter": "Adapters (LoRA) of PEFT, Megatron-Bridge and ModelOpt: inspect and convert them.",

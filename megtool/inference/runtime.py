@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megtool.console import Progress, format_bytes
 from megtool.errors import (
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from megtool.inference.forward import Forward
+    from megtool.kernels.dispatch import Implementation
     from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
@@ -33,10 +34,29 @@ LESS_MEMORY = "--dtype bfloat16, or more processes (torchrun, --tp)"
 _TRIED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?(?:bytes|[KMGTPE]iB))", re.IGNORECASE)
 
 
+class ProcessOptions(Protocol):
+    """The options of a verb that runs a model, in one process or several."""
+
+    @property
+    def device(self) -> str | None:
+        """The device; None is CUDA if there is one, else the CPU."""
+
+    @property
+    def kernels(self) -> Implementation:
+        """The implementation of fused operations."""
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of the CPU; None is torch's own number."""
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The parallel layout."""
+
+
 @contextmanager
 def on_ranks(
-    manner: RuntimeOptions,
-    layout: ParallelConfig | None = None,
+    options: ProcessOptions,
     *,
     less: str = LESS_MEMORY,
     alone: bool = False,
@@ -44,8 +64,7 @@ def on_ranks(
 ) -> Iterator[ProcessGroups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
 
-    `layout` stands for the manner's own, where it has axes that the manner has not; `less` are
-    the options that need less memory. `alone` is for one of the processes that torchrun started,
+    `less` are the options that need less memory. `alone` is for one of the processes that torchrun started,
     of which the others have nothing left to do. `more` are further arguments of
     `ProcessGroups.start`.
 
@@ -61,7 +80,7 @@ def on_ranks(
     from megtool.kernels.transformer_engine import library as transformer_engine
     from megtool.parallel.process_groups import ProcessGroups
 
-    layout = manner.layout if layout is None else layout
+    layout = options.layout
     if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
         axes = ("tp", "pp", "ep", "cp", "dp")
         axis_options = " ".join(f"--{a} {n}" for a in axes if (n := getattr(layout, a)) > 1)
@@ -69,10 +88,10 @@ def on_ranks(
             f"{axis_options} needs {layout.world_size} processes, and this is one",
             hint=f"torchrun --nproc-per-node {layout.world_size} -m megtool VERB ...",
         )
-    device = _device(manner.device)
-    if manner.threads:
-        torch.set_num_threads(manner.threads)
-    if manner.kernels == "te":
+    device = _device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.kernels == "te":
         transformer_engine.require(device.type)
         if os.environ.get("RANK", "0") == "0":
             _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
@@ -80,7 +99,7 @@ def on_ranks(
         ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device, **more)
     )
     try:
-        with use(manner.kernels), memory_errors(device, less):
+        with use(options.kernels), memory_errors(device, less):
             yield groups
     finally:
         groups.stop()

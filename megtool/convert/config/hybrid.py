@@ -26,7 +26,6 @@ from megtool.spec.layer_symbols import (
 from megtool.spec.model_config import ModelConfig
 
 GPT, HYBRID = "gpt", "hybrid"
-MODEL_CLASSES = (GPT, HYBRID)
 
 _MIXERS, _FEEDS = (ATTENTION, MAMBA, DELTA_NET, KIMI_DELTA, SHORT_CONV), (MLP, EXPERTS)
 _LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d+)\.(.+)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 
 from megtool.convert.language.expression import evaluate
 from megtool.convert.megatron.mixers import SECTIONS
@@ -71,12 +71,3 @@ def joined(tensors: Iterable[GlobalTensor]) -> list[GlobalTensor]:
         rows = sum(t.shape[0] for t in some)
         out[whole] = GlobalTensor(name=whole, shape=(rows, *some[0].shape[1:]), dtype=some[0].dtype)
     return list(out.values())
-
-
-def row_ranges(names: Sequence[str], rows: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Parts by name with their first and last rows in the whole tensor."""
-    out, start = [], 0
-    for name in names:
-        out.append((name, start, start + rows[name]))
-        start += rows[name]
-    return out

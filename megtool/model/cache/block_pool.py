@@ -86,10 +86,6 @@ class BlockPool:
             blocks.append(self._blocks[serial])
         return blocks
 
-    def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks no sequence has: they count as free until they are shared."""
-        return sum(block in self._idle for block in blocks)
-
     def publish(self, block: int, before: int, tokens: Sequence[int]) -> int:
         """Let a full block be found; returns its serial number.
 

@@ -35,7 +35,6 @@ _UPLOAD = "megtool_upload"
 """In the metadata of a blob that is made of blocks: of which upload."""
 
 _LIST = 5000
-_MOST_DELETE = 256
 
 
 class AzureStore:
