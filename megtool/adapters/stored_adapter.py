@@ -38,7 +38,6 @@ class LazyMatrix:
         self._tensor: Tensor | None = None
 
     def read(self) -> Tensor:
-        """All of it."""
         with self._lock:
             if self._tensor is None:
                 self._tensor = self._read()

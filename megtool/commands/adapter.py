@@ -68,17 +68,14 @@ class InspectAdapterReport(Report):
     weights: tuple[AdaptedWeightLine, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         out = {n: getattr(self, n) for n in self.__dataclass_fields__}
         out |= {"settings": dict(self.settings), "weights": [asdict(w) for w in self.weights]}
         return self.add_remarks(out)
 
     def title(self) -> str:
-        """The adapter and its format."""
         return f"{self.path} ({_PROGRAMS[self.form]})"
 
     def rows(self) -> Iterator[Row]:
-        """Sizes and settings."""
         yield "weights", f"{self.num_weights:,}, {self.parameters:,} parameters of their own"
         yield "bytes", format_bytes(self.num_bytes)
         for name, value in self.settings.items():
@@ -87,7 +84,6 @@ class InspectAdapterReport(Report):
                 yield name.replace("_", " "), text
 
     def sections(self) -> Iterator[Section]:
-        """The weights."""
         rows = [
             (
                 line.name,
@@ -124,18 +120,15 @@ class ConvertAdapterReport(Report):
     is_dry: bool
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         out = {n: getattr(self, n) for n in self.__dataclass_fields__}
         return self.add_remarks(out | {"ranks": {k: list(v) for k, v in self.ranks.items()}})
 
     def title(self) -> str:
-        """Both formats."""
         plan = " (dry run)" if self.is_dry else ""
         source, target = _PROGRAMS[self.form], _PROGRAMS[self.to]
         return f"{self.source} ({source}) -> {self.destination} ({target}){plan}"
 
     def rows(self) -> Iterator[Row]:
-        """Sizes, ranks, and what was rounded."""
         yield "weights", f"{self.num_weights:,} of the model"
         yield "tensors", f"{self.num_tensors:,}, {format_bytes(self.num_bytes)}"
         before, after = (", ".join(map(str, self.ranks[k])) for k in ("source", "destination"))

@@ -23,7 +23,6 @@ class CleanReport(Report):
     is_removed: bool
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         removed = set(map(id, self.removed))
         return self.add_remarks(
             {
@@ -43,13 +42,11 @@ class CleanReport(Report):
         )
 
     def title(self) -> str:
-        """The place, and how much there is."""
         if not self.left_overs:
             return f"{self.location}: no run has left anything"
         return f"{self.location}: {several(len(self.left_overs), 'run')} left something"
 
     def rows(self) -> Iterator[Row]:
-        """What is removed, or how to remove it."""
         idle = [row for row in self.left_overs if not row.holder and row.is_removable]
         if self.is_removed:
             total = format_bytes(sum(row.num_bytes for row in self.removed))
@@ -59,7 +56,6 @@ class CleanReport(Report):
             yield "removable", f"{len(idle)} of {len(self.left_overs)}, {total}: add --yes"
 
     def sections(self) -> Iterator[Section]:
-        """One line for each."""
         removed = set(map(id, self.removed))
         rows = [
             (

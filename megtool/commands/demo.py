@@ -72,11 +72,9 @@ class DemoReport(Report):
         return 0 if self.equal and same and self.sound else 7
 
     def title(self) -> str:
-        """Nothing: the table of steps comes first."""
         return ""
 
     def sections(self) -> Iterator[Section]:
-        """The steps, and what was found."""
         rows = []
         for s in self.steps:
             rate = format_bytes(s.num_bytes / s.seconds) + "/s"

@@ -26,7 +26,6 @@ class DoctorReport(Report):
     abilities: tuple[Ability, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks(
             {
                 "version": self.version,
@@ -40,12 +39,10 @@ class DoctorReport(Report):
         )
 
     def title(self) -> str:
-        """The version, and on what it runs."""
         h = self.hardware
         return f"megtool {self.version} with Python {h.python} and torch {h.torch} on {h.system}"
 
     def rows(self) -> Iterator[Row]:
-        """Hardware, and the location."""
         h = self.hardware
         limit = "" if h.cpu_limit is None else f", limited to {h.cpu_limit:g}"
         yield "processors", f"{h.num_cpus}{limit}"
@@ -67,7 +64,6 @@ class DoctorReport(Report):
         yield "location", f"{self.place.location}: {_describe(self.place)}"
 
     def sections(self) -> Iterator[Section]:
-        """What works, and what does not."""
         rows = [(a.name, "yes" if a.works else "no", a.reason) for a in self.abilities]
         yield Section(table=Table(header=("what", "works here", ""), rows=rows, left=3))
 

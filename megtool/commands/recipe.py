@@ -38,15 +38,12 @@ class ListReport(Report):
     recipes: tuple[Recipe, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks({"recipes": [_summary(r) for r in self.recipes]})
 
     def title(self) -> str:
-        """Nothing: the table is all there is."""
         return ""
 
     def sections(self) -> Iterator[Section]:
-        """The recipes."""
         rows = [(r.name, r.method, r.description) for r in self.recipes]
         yield Section(
             table=Table(header=("recipe", "algorithm", "what it does"), rows=rows, left=3)
@@ -61,7 +58,6 @@ class ShowReport(Report):
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         rules = [
             {
                 "rule": r.label,
@@ -74,21 +70,18 @@ class ShowReport(Report):
         return self.add_remarks(_summary(self.recipe) | {"rules": rules, "text": self.text})
 
     def title(self) -> str:
-        """The recipe; nothing for one of megtool's own, whose text can be redirected to a file."""
         r = self.recipe
         if r.dialect == "megtool":
             return ""
         return f"{r.name} ({r.dialect}, {'first' if r.first_wins else 'last'} match wins)"
 
     def rows(self) -> Iterator[Row]:
-        """Algorithm and formats."""
         if self.recipe.dialect != "megtool":
             yield "algorithm", self.recipe.method
             for f in self.recipe.formats.values():
                 yield "format", f"{f.name}: {_describe_format(f)}"
 
     def sections(self) -> Iterator[Section]:
-        """The rules, or the text as it is."""
         r = self.recipe
         if r.dialect == "megtool":
             yield Section(texts=self.text.rstrip("\n").splitlines())

@@ -40,11 +40,9 @@ class TokenizeReport(Report):
     dry_run: bool
 
     def title(self) -> str:
-        """From where to where."""
         return f"{', '.join(self.sources)} -> {self.destination}.bin, {self.destination}.idx"
 
     def rows(self) -> Iterator[Row]:
-        """What was written, or what a sample looks like."""
         yield "dtype", f"{self.dtype}, for a vocabulary of {self.vocab_size}"
         texts = f"{self.documents} documents, {self.tokens} tokens"
         if self.dry_run:

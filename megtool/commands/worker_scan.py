@@ -35,16 +35,13 @@ class ShareReport(Report):
         return False
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         values = {"source": self.source, "folder": self.folder, "worker": self.worker.to_json()}
         return self.add_remarks(values)
 
     def title(self) -> str:
-        """What was read."""
         return self.source
 
     def rows(self) -> Iterator[Row]:
-        """The share of this worker, and who is missing."""
         yield "worker", _describe(self.worker)
         if self.worker.num_bytes:
             yield "share", format_bytes(self.worker.num_bytes)

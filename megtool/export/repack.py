@@ -208,7 +208,6 @@ class RepackedPart(WholeTensorFeed):
         return [f for f in parts if f is not None]
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         out = np.zeros(self.part.shape, np.float32)
         is_filled = np.zeros(self.part.shape, bool)
         for box, (source, name) in zip(self.slices, self._sources, strict=True):

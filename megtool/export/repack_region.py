@@ -166,7 +166,6 @@ class RepackedRows:
         return frozenset(out)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         width = max(self.box.shape[1] * (4 if self.given_scales else 1), 1)
         rows = max(self.grain, reader.tile_bytes // width // self.grain * self.grain)
         start = [r.lo for r in self.writes]

@@ -46,11 +46,9 @@ class ExportReport(Report):
     worker: WorkerStatus | None = None
 
     def title(self) -> str:
-        """From where to where."""
         return f"{self.source} -> {self.destination}"
 
     def rows(self) -> Iterator[Row]:
-        """What was written, in which form, and at what cost."""
         if self.worker is None or self.worker.is_committed:
             yield (
                 "would write" if self.is_dry else "written",

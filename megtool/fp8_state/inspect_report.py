@@ -85,7 +85,6 @@ class AmaxInspection(Report):
         return len(self.joint_findings) + sum(f.is_wrong for _, f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         values = {
             "source": self.source,
             "format": self.format,
@@ -102,11 +101,9 @@ class AmaxInspection(Report):
         return self.add_remarks(values)
 
     def title(self) -> str:
-        """The checkpoint."""
         return f"{self.source} ({self.format})"
 
     def rows(self) -> Iterator[Row]:
-        """What scaling state there is."""
         states = [line for line in self.modules if line.release]
         buffers = len(self.modules) - len(states)
         if states:
@@ -131,7 +128,6 @@ class AmaxInspection(Report):
             yield "weights", "compared" if self.compared else "not read"
 
     def sections(self) -> Iterator[Section]:
-        """The modules, and what is wrong with them."""
         if self.modules:
             yield Section(table=self._table())
         yield Section(texts=[*self._finding_lines()])

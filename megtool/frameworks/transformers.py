@@ -315,7 +315,6 @@ class _Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
         return torch.Size(self._reads.view[self._name].shape)
 
     @property

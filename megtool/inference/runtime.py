@@ -64,8 +64,8 @@ def on_ranks(
 ) -> Iterator[ProcessGroups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
 
-    `less` are the options that need less memory. `alone` is for one of the processes that torchrun started,
-    of which the others have nothing left to do. `more` are further arguments of
+    `less` are the options that need less memory. `alone` is for one of the processes that torchrun
+    started, of which the others have nothing left to do. `more` are further arguments of
     `ProcessGroups.start`.
 
     Raises:

@@ -96,28 +96,22 @@ class HybridDeviceOptimizer(Optimizer):
 
     @property
     def bucket_size(self) -> int | None:
-        """See `Optimizer.bucket_size`."""
         return self.inner.bucket_size
 
     @property
     def sums_in_fp32(self) -> bool:
-        """See `Optimizer.sums_in_fp32`."""
         return self.inner.sums_in_fp32
 
     def zero_grad(self) -> None:
-        """See `Optimizer.zero_grad`."""
         self.inner.zero_grad()
 
     def begin(self, num_microbatches: int) -> None:
-        """See `Optimizer.begin`."""
         self.inner.begin(num_microbatches)
 
     def sum_in_place(self) -> None:
-        """See `Optimizer.sum_in_place`."""
         self.inner.sum_in_place()
 
     def reduce_gradients(self) -> None:
-        """See `Optimizer.reduce_gradients`."""
         self.inner.reduce_gradients()
 
     def update_segments(self, segments: list[Segment]) -> None:
@@ -139,7 +133,6 @@ class HybridDeviceOptimizer(Optimizer):
         self._is_written = True
 
     def publish(self) -> None:
-        """See `Optimizer.publish`."""
         if not self._is_written:
             for segment in self.offloaded_segments:
                 for part in (segment.host_part, segment.device_part):
@@ -155,14 +148,12 @@ class HybridDeviceOptimizer(Optimizer):
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str], Tensor]) -> None:
-        """See `Optimizer.load`."""
         self.wait_for_parameters()
         self._is_written = False
         super().load(read)
 
     @torch.no_grad()
     def reload_parameters(self) -> None:
-        """See `Optimizer.reload_parameters`."""
         if isinstance(self.inner, DistributedOptimizer):
             self.inner.adopt_parameters()
         super().reload_parameters()

@@ -107,17 +107,14 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def sums_in_fp32(self) -> bool:
-        """See `Optimizer.sums_in_fp32`."""
         return not self.settings.grad_reduce_in_bf16
 
     def zero_grad(self) -> None:
-        """See `Optimizer.zero_grad`."""
         self.grad_reduce.clear()
         for segment in self.segments:
             segment.grad = None
 
     def begin(self, num_microbatches: int) -> None:
-        """See `Optimizer.begin`."""
         self.grad_reduce.begin(num_microbatches)
         self.param_gather.forget_calls()
 
@@ -132,7 +129,6 @@ class DistributedOptimizer(Optimizer):
         self.grad_reduce.sum_in_place()
 
     def reduce_gradients(self) -> None:
-        """See `Optimizer.reduce_gradients`."""
         self.param_gather.learn()
         self.param_gather.wait()
         totals = self.grad_reduce.finish()
@@ -141,7 +137,6 @@ class DistributedOptimizer(Optimizer):
                 segment.grad = totals[shard.bucket][offset : offset + segment.numel]
 
     def publish(self) -> None:
-        """See `Optimizer.publish`."""
         into, mains = [], []
         for shard in () if self.fp8_param_gather else self.shards:
             params = shard.bucket.param_shard
@@ -160,7 +155,6 @@ class DistributedOptimizer(Optimizer):
         self.param_gather.wait()
 
     def load(self, read: Callable[[str, str], Tensor]) -> None:
-        """See `Optimizer.load`."""
         self.param_gather.wait()
         super().load(read)
 

@@ -38,7 +38,6 @@ class OffloadedSegment(Segment):
         return self.grad_device
 
     def main_parts(self) -> list[tuple[int, Tensor]]:
-        """See `Segment.main_parts`."""
         parts = self.host_part.main_parts()
         if self.device_part is not None:
             shift = self.host_part.numel

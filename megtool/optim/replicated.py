@@ -91,7 +91,6 @@ class ReplicatedOptimizer(Optimizer):
 
     @torch.no_grad()
     def sum_in_place(self) -> None:
-        """See `Optimizer.sum_in_place`."""
         self._in_place = True
         for f in self.param_infos:
             p = f.parameter

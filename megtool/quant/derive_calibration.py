@@ -379,11 +379,9 @@ class DeriveReport(Report):
     dry_run: bool
 
     def title(self) -> str:
-        """From where to where."""
         return f"{self.source} ({self.format}) -> {self.destination}"
 
     def rows(self) -> Iterator[Row]:
-        """How many amaxes, and from what."""
         yield "from", self.origin
         yield "derived", f"the amax of {len(self.derived):,} inputs, without data"
         if self.missing:
@@ -391,7 +389,6 @@ class DeriveReport(Report):
             yield "missing", f"{len(self.missing):,} trained without FP8: {named}"
 
     def sections(self) -> Iterator[Section]:
-        """The amaxes, and the command that uses them."""
         groups: dict[str, list[DerivedAmax]] = {}
         for d in self.derived:
             key = "".join(c for c in d.site if not c.isdigit())

@@ -108,7 +108,6 @@ class ExplainReport(Report):
         return 8 * sum(f.num_bytes for f in self.formats) / max(weights, 1)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         names = [n for n in self.__dataclass_fields__ if n != "rotation_text"]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         for name in ("rules", "modules", "formats"):
@@ -117,11 +116,9 @@ class ExplainReport(Report):
         return self.add_remarks(out | {"num_bytes": self.num_bytes, "bits": self.bits})
 
     def title(self) -> str:
-        """The checkpoint and the recipe."""
         return f"{self.path} ({self.format}) by recipe {self.recipe}"
 
     def rows(self) -> Iterator[Row]:
-        """The model and the recipe."""
         options = [f"{k} {v}" for k, v in self.algorithm.items() if k != "method"]
         yield "family", self.family or "unknown"
         yield "algorithm", ", ".join([str(self.algorithm.get("method", "none")), *options])
@@ -133,7 +130,6 @@ class ExplainReport(Report):
             yield "target", describe_target(self.target, self.doubt)
 
     def sections(self) -> Iterator[Section]:
-        """Rules, modules and formats."""
         yield Section(table=self._rules())
         yield Section(table=self._modules())
         yield Section(table=self._formats(), texts=[*self._totals()])

@@ -44,22 +44,18 @@ class QuantizePlan(Report):
     is_given: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data."""
         fields = {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "explained"}
         fields |= {"dry_run": True, "recipe": self.explained.to_json()}
         return self.add_remarks(fields)
 
     def title(self) -> str:
-        """The checkpoint and the recipe."""
         return self.explained.title()
 
     def rows(self) -> Iterator[Row]:
-        """The model and the recipe."""
         yield from self.explained.rows()
         yield from self.explained.note_rows()
 
     def sections(self) -> Iterator[Section]:
-        """Rules, modules and formats, and what would be done."""
         yield from self.explained.sections()
         yield Section(
             title=f"{self.destination} would be written (nothing is yet)", rows=[*self._stages()]

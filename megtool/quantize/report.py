@@ -177,26 +177,22 @@ class QuantizeReport(Report):
         return self.proof.exit_status if self.proof is not None else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         out = asdict(self) | {"bits": self.bits}
         if self.proof is not None:
             out["proof"] = self.proof.to_json()
         return self.add_remarks(out)
 
     def title(self) -> str:
-        """Source, destination and recipe."""
         kind = f" ({self.source_format})" if self.source_format else ""
         return f"{self.source}{kind} -> {self.destination} by recipe {self.recipe}"
 
     def sections(self) -> Iterator[Section]:
-        """Weights by format, those with the largest error, and findings."""
         if self.formats:
             yield Section(table=self._formats())
         if self.proof is not None:
             yield from _proof_sections(self.proof)
 
     def rows(self) -> Iterator[Row]:
-        """The summary."""
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
         if self.rotation:

@@ -96,7 +96,6 @@ class ReshardReport(Report):
         return self.inventory.all_dropped
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         names = [n for n in self.__dataclass_fields__ if n not in _NESTED]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
@@ -107,12 +106,10 @@ class ReshardReport(Report):
         return self.add_remarks(out | self.inventory.to_json())
 
     def title(self) -> str:
-        """From where to where."""
         source = f"{self.source} ({self.source_format})"
         return f"{source} -> {self.destination} ({self.target_format})"
 
     def rows(self) -> Iterator[Row]:
-        """What was written and how, and what was dropped."""
         yield "family", self.family or "unknown: tensors keep their names"
         for path, share in self.shares:
             yield "average", f"{share:.6g} of {path}"
@@ -137,7 +134,6 @@ class ReshardReport(Report):
             yield "dropped", f"{listed(names, 1)}: {reason}"
 
     def sections(self) -> Iterator[Section]:
-        """The plan, in a dry run."""
         if self.dry_run:
             yield Section(rows=self.plan.rows())
 

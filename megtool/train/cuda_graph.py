@@ -199,7 +199,6 @@ class GraphedLink(StageLink):
         self.num_replays = 0
 
     def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """See `StageLink.forward`."""
         tokens_BS = facts["tokens_BS"]
         is_trained = torch.is_grad_enabled() and self._is_steady()
         if not is_trained or tuple(tokens_BS.shape) != self._shape:

@@ -28,7 +28,6 @@ class ConstantFeed:
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """Nothing."""
         return ()
 
     @property
@@ -47,7 +46,6 @@ class ConstantFeed:
         return digest_facts(*(v for _, v in self.values))
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         for number, (tensor, value) in enumerate(self.values):
             yield number, (0,) * len(tensor.shape), to_bits(value, tensor.dtype)
 

@@ -41,7 +41,6 @@ class AuditReport(Report):
         return 7 if self.findings else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks(
             {
                 "path": self.path,
@@ -60,12 +59,10 @@ class AuditReport(Report):
         )
 
     def title(self) -> str:
-        """The run, and the verdict."""
         verdict = several(len(self.findings), "finding") if self.findings else "no findings"
         return f"{self.path}: {several(len(self.saves), 'save')}, {verdict}"
 
     def rows(self) -> Iterator[Row]:
-        """What was read."""
         if self.saves:
             first, last = self.saves[0], self.saves[-1]
             yield "steps", f"{first.step} to {last.step}" if first is not last else f"{first.step}"
@@ -84,7 +81,6 @@ class AuditReport(Report):
             yield "findings", ", ".join(several(n, s) for s, n in severities.items())
 
     def sections(self) -> Iterator[Section]:
-        """The findings, and what to do about each kind."""
         if not self.findings:
             return
         rows: list[Row] = [

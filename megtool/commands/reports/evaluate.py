@@ -58,7 +58,6 @@ class _ModelOnData(Report):
     data: str | None
 
     def title(self) -> str:
-        """The checkpoint and the data."""
         return f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
 
 
@@ -96,11 +95,9 @@ class EvaluateReport(_ModelOnData):
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks(asdict(self) | {"tokens_per_second": self.tokens_per_second})
 
     def rows(self) -> Iterator[Row]:
-        """The score on the text."""
         if self.quantization:
             yield "quantized", self.quantization
         if self.data:
@@ -115,7 +112,6 @@ class EvaluateReport(_ModelOnData):
             yield "scores", self.pruning_scores
 
     def sections(self) -> Iterator[Section]:
-        """How far the other model is, and what lm-eval measured."""
         if self.against is not None:
             d = self.against
             yield Section(title=f"against {d.path} ({d.format})", rows=[*_divergence_rows(d)])
@@ -163,11 +159,9 @@ class LabelReport(_ModelOnData):
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks(asdict(self))
 
     def rows(self) -> Iterator[Row]:
-        """The score."""
         yield _LABELS[self.kind], f"{self.labeled:,} of {self.texts:,}"
         if self.loss is not None:
             is_number = self.kind == "numbers"
@@ -182,7 +176,6 @@ class LabelReport(_ModelOnData):
             yield "predictions", self.predictions
 
     def sections(self) -> Iterator[Section]:
-        """The classes."""
         if self.classes:
             rows = [
                 (name, f"{c['texts']:,}", f"{c['right']:,}", f"{c['predicted']:,}")
@@ -242,7 +235,6 @@ class EvaluatePlan(_ModelOnData):
     weight_bytes: int
 
     def rows(self) -> Iterator[Row]:
-        """What it would take."""
         yield "family", f"{self.family or 'not named'}"
         yield "tokens", f"{self.tokens:,} of {self.documents:,} texts"
         yield (

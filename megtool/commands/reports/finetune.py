@@ -65,11 +65,9 @@ class FinetunePlan(Report):
     te_modules: Mapping[str, str] = field(default_factory=dict)
 
     def title(self) -> str:
-        """From where to where."""
         return f"{self.source} ({self.format}) -> {self.destination}"
 
     def rows(self) -> Iterator[Row]:
-        """What it would take."""
         yield "family", self.family or "not named"
         if self.resumes_from:
             yield "resumes", f"from {self.resumes_from}"
@@ -101,7 +99,6 @@ class FinetunePlan(Report):
         yield "steps", f"{self.train_iters:,}"
 
     def sections(self) -> Iterator[Section]:
-        """The precision of modules, and Transformer Engine's modules."""
         for title, lines in (
             ("precision", self.precisions),
             ("Transformer Engine", self.te_modules),
@@ -143,15 +140,12 @@ class FinetuneReport(Report):
     against: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks(flatten(asdict(self), "outcome"))
 
     def title(self) -> str:
-        """From where to where."""
         return f"{self.source} ({self.format}) -> {self.destination}"
 
     def rows(self) -> Iterator[Row]:
-        """What came of it."""
         run = self.outcome
         yield "family", self.family or "not named"
         yield "layout", f"{format_layout(self.layout)}, {self.dtype} on {self.device}"

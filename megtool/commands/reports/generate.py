@@ -108,7 +108,6 @@ class GenerateReport(Report):
         return 1 + self.num_accepted / max(1, self.num_verified)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         values = asdict(self)
         for key in ("answers", "is_list", "accepted", "num_verified"):
             del values[key]
@@ -120,11 +119,9 @@ class GenerateReport(Report):
         return self.add_remarks(values | {"answers": [a.to_json() for a in self.answers]})
 
     def title(self) -> str:
-        """Nothing: the texts are all there is."""
         return ""
 
     def sections(self) -> Iterator[Section]:
-        """The texts: one alone as it is, several under their prompts, those of a file as JSON."""
         if self.is_list:
             yield Section(texts=[a.line() for a in self.answers])
         elif len(self.answers) == 1:
@@ -167,11 +164,9 @@ class GeneratePlan(Report):
     cache_bytes: int
 
     def title(self) -> str:
-        """The checkpoint."""
         return f"{self.path} ({self.format})"
 
     def rows(self) -> Iterator[Row]:
-        """What it would take."""
         yield "family", f"{self.family or 'not named'}"
         yield "layout", self.layout
         yield "prompts", f"{self.num_prompts:,}, of {self.num_prompt_tokens:,} tokens in all"

@@ -90,7 +90,6 @@ class InspectReport(Report):
     outliers: tuple[StatisticsOutlier, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         out: dict[str, Any] = {n: getattr(self, n) for n in self.__dataclass_fields__}
         out |= {n: dict(getattr(self, n)) for n in ("layout", "dtypes", "padding")}
         out["tree"] = [f.to_json() for f in self.tree]
@@ -104,15 +103,12 @@ class InspectReport(Report):
         return self.add_remarks(out)
 
     def title(self) -> str:
-        """The checkpoint."""
         return f"{self.path} ({self.format})"
 
     def sections(self) -> Iterator[Section]:
-        """Tensors: a tree of their names, or all of them."""
         yield Section(table=self._tensors())
 
     def rows(self) -> Iterator[Row]:
-        """What the checkpoint holds."""
         unknown = "unknown" + (f": {self.reason}" if self.reason else "")
         yield "family", self.family or unknown
         if self.iteration is not None:

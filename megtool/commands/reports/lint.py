@@ -48,11 +48,9 @@ class LintReport(Report):
         return tuple(f for f in self.findings if f.target == target)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
         return self.add_remarks({"num_errors": self.num_errors, **asdict(self)})
 
     def title(self) -> str:
-        """The folder and its formats."""
         plain = self.formats.get("", 0)
         counts = [f"{n} {algo}" for algo, n in self.formats.items() if algo]
         counts += [f"{plain} unquantized"] if plain else []
@@ -60,7 +58,6 @@ class LintReport(Report):
         return f"{self.path} ({self.form or 'not quantized'}): {', '.join(counts)}{ranks}"
 
     def rows(self) -> Iterator[Row]:
-        """The number of findings for each engine."""
         for target in self.targets:
             findings = self.of(target)
             errors = sum(f.severity == "error" for f in findings)
@@ -68,7 +65,6 @@ class LintReport(Report):
             yield target, text if findings else "no findings"
 
     def sections(self) -> Iterator[Section]:
-        """The findings for each engine, by rule."""
         for target in self.targets:
             if findings := self.of(target):
                 yield Section(title=target, rows=[*_rows_by_rule(findings)])

@@ -210,7 +210,6 @@ class EncodedGrains(GrainFeed):
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The weight."""
         return (self.placement,)
 
     @property
@@ -221,7 +220,6 @@ class EncodedGrains(GrainFeed):
         )
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         grains, size = self.grains, self.grains.num_elements
         step = max(1, reader.tile_bytes // (size * 4))
         with reader.open(self.placement, self.dtype) as run:

@@ -242,7 +242,6 @@ class CarriedBlocks(GrainFeed):
         return digest_facts(NVFP4, self.first, self.end, self.grains)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         size = self.grains.num_elements
         rows = size // self.tensor.shape[-1]
         per_row = [p.shape[-1] for p in self.reads]

@@ -90,7 +90,6 @@ class ImatrixFile:
     digest: str
 
     def sums(self, to: Placement) -> tuple[NDArray[np.floating], float] | None:
-        """See `ImportanceMatrix`."""
         if to.stored not in self.entries:
             return None
         rows, counts = self.entries[to.stored]
@@ -117,7 +116,6 @@ class CalibratedImportance:
         return repr((self.calibration.fingerprint, self.calibration.data_hashes))
 
     def sums(self, to: Placement) -> tuple[NDArray[np.floating], float] | None:
-        """See `ImportanceMatrix`."""
         module, _, last = to.canonical.rpartition(".")
         site = self.sites.get(module)
         if last != "weight" or site is None:

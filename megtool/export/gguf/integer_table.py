@@ -41,7 +41,6 @@ class IntegerFeed(WholeTensorFeed):
         return digest_facts(self.tensor.dtype.name)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         rows, width = self.tensor.shape
         step = max(1, reader.tile_bytes // (8 * width))
         with reader.open_stored(self.placement) as run:

@@ -142,7 +142,6 @@ class CompressedForm:
     name = "compressed-tensors"
 
     def check(self, folder: QuantizedModules) -> None:
-        """See `FolderForm`."""
         unknown: dict[str, list[str]] = defaultdict(list)
         for m in folder.modules:
             if m.algo not in SCHEMES:
@@ -185,7 +184,6 @@ class CompressedForm:
             )
 
     def notes(self, folder: QuantizedModules) -> Sequence[str]:
-        """See `FolderForm`."""
         out = []
         blocks = [m.name for m in folder.modules if m.algo == "FP8_PB_WO"]
         if blocks and folder.form == "modelopt":
@@ -211,7 +209,6 @@ class CompressedForm:
         return out
 
     def plan_module(self, module: QuantizedModule) -> ModuleTensors:
-        """See `FolderForm`."""
         scheme = SCHEMES[module.algo]
         packing = scheme.packing.format(group=module.group_size)
         parts = []
@@ -236,7 +233,6 @@ class CompressedForm:
         )
 
     def plan_kv_cache(self, folder: QuantizedModules) -> Sequence[tuple[GlobalTensor, str]]:
-        """See `FolderForm`."""
         return [
             (tensor(f"{attention}.{kind}_scale", (1,), "float32"), name)
             for attention, names in folder.kv_cache_scales.items()

@@ -57,7 +57,6 @@ class Fp8BlocksForm:
         return self.model_type == "deepseek_v4"
 
     def check(self, folder: QuantizedModules) -> None:
-        """See `FolderForm`."""
         others: dict[str, list[str]] = defaultdict(list)
         for m in folder.modules:
             if m.algo != _ALGO or m.is_smoothed:
@@ -80,11 +79,9 @@ class Fp8BlocksForm:
             )
 
     def notes(self, folder: QuantizedModules) -> Sequence[str]:
-        """See `FolderForm`."""
         return ()
 
     def plan_module(self, module: QuantizedModule) -> ModuleTensors:
-        """See `FolderForm`."""
         names = {CODES: "weight", SCALE: _V4_SCALE_NAME if self.is_deepseek_v4 else _SCALE_NAME}
         parts = tuple(
             (part, tensor(f"{module.name}.{names[part.role]}", part.shape, part.dtype))

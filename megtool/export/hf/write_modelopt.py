@@ -40,7 +40,6 @@ class ModelOptForm:
         """It says all of our formats."""
 
     def notes(self, folder: QuantizedModules) -> Sequence[str]:
-        """See `FolderForm`."""
         if not folder.kv_cache_biases:
             return ()
         return (
@@ -48,7 +47,6 @@ class ModelOptForm:
         )
 
     def plan_module(self, module: QuantizedModule) -> ModuleTensors:
-        """See `FolderForm`."""
         packing = PACKINGS[module.algo].format(group=module.group_size)
         parts: list[tuple[PackedPart, GlobalTensor]] = []
         for part in layout(packing, module.shape):
@@ -67,7 +65,6 @@ class ModelOptForm:
         return ModuleTensors(module=module, packing=packing, parts=tuple(parts), input_scale=inputs)
 
     def plan_kv_cache(self, folder: QuantizedModules) -> Sequence[tuple[GlobalTensor, str]]:
-        """See `FolderForm`."""
         out = []
         for attention, names in folder.kv_cache_scales.items():
             for kind, name in zip("kv", names, strict=True):

@@ -123,7 +123,6 @@ class RankNormPlusOne:
         return digest_facts("1 + w", self.dtype.name, self.tensors[0].dtype.name)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         dtype = self.tensors[0].dtype
         with reader.open(self.placement, self.dtype) as run:
             values = single(run.read(0, numel(self.placement.shape)), self.dtype.name)

@@ -81,7 +81,6 @@ class MtpDrafter:
         self._sequences: dict[int, _Progress] = {}
 
     def within(self) -> AbstractContextManager[None]:
-        """Nothing."""
         return nullcontext()
 
     def read_pass(self, x_BSH: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ class RowSlots:
         return True
 
     def waits_for(self, running: Running, other: Running) -> bool:
-        """Nothing is shared."""
         return False
 
     def prefill(self, rows: Sequence[Running], counts: Sequence[int]) -> Tensor | None:
@@ -299,7 +298,6 @@ class SourceSlots:
         return True
 
     def waits_for(self, running: Running, other: Running) -> bool:
-        """Nothing is shared."""
         return False
 
     def prefill(self, rows: Sequence[Running], counts: Sequence[int]) -> Tensor | None:

@@ -125,7 +125,6 @@ class SpeculativeSlots:
         return True
 
     def waits_for(self, running: Running, other: Running) -> bool:
-        """Nothing is shared."""
         return False
 
     def prefill(self, rows: Sequence[Running], counts: Sequence[int]) -> list[list[ChosenToken]]:

@@ -562,11 +562,9 @@ class NoText:
     """Tokens of a model without a tokenizer."""
 
     def push(self, token: int) -> str:
-        """Nothing."""
         return ""
 
     def finish(self) -> str:
-        """Nothing."""
         return ""
 
 

@@ -141,7 +141,6 @@ class TeLinear(TeModule):
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The weight."""
         return (self.weight,)
 
     def __call__(self, x: Tensor, weight_OI: Tensor) -> Tensor:

@@ -68,7 +68,6 @@ class TeNormLinear(TeModule):
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The weight."""
         return (self.weight,)
 
     def __call__(self, x_TI: Tensor) -> Tensor:

@@ -123,16 +123,13 @@ class TensorwiseExperts(ExpertScaling):
         """Note the magnitudes of weights that are FP8 already."""
 
     def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
-        """See `ExpertScaling.input`."""
         return self._rows(x_PI, rows, "fwd", INPUT, self.settings.forward, is_training=is_training)
 
     def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
-        """See `ExpertScaling.gradient`."""
         kind = self.settings.backward
         return self._rows(g_PO, rows, "bwd", GRAD_OUTPUT, kind, is_training=True)
 
     def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
-        """See `ExpertScaling.weight`."""
         kind, fp8_weight = self.settings.forward, find_fp8_weight(w_EOI)
         if fp8_weight is not None:
             self.note_weights(fp8_weight.amax, is_training=is_training)
@@ -188,7 +185,6 @@ class DelayedExperts(TensorwiseExperts):
     def scales(
         self, amaxes_E: Tensor, direction: str, column: int, kind: Kind, *, is_training: bool
     ) -> Tensor:
-        """See `TensorwiseExperts.scales`."""
         histories, modules = self.histories, self.modules
         current_E = scale_from_amax(amaxes_E, kind, margin=self.settings.fp8_margin)
         known_E = histories.is_known[direction][modules, column]
@@ -199,7 +195,6 @@ class DelayedExperts(TensorwiseExperts):
         return scale_E
 
     def note_weights(self, amaxes_E: Tensor, *, is_training: bool) -> None:
-        """See `TensorwiseExperts.note_weights`."""
         if is_training:
             self.histories.record(self.modules, "fwd", WEIGHT, amaxes_E)
 
@@ -212,15 +207,12 @@ class BlockwiseExperts(ExpertScaling):
         self.multiple = MX_BLOCK if settings.fp8_recipe == "mxfp8" else BLOCK
 
     def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
-        """See `ExpertScaling.input`."""
         return self._both_ways(x_PI, self.settings.forward)
 
     def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
-        """See `ExpertScaling.gradient`."""
         return self._both_ways(g_PO, self.settings.backward)
 
     def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
-        """See `ExpertScaling.weight`."""
         if self.multiple == MX_BLOCK:
             return self._both_ways(w_EOI, self.settings.forward)
         block, fp8_weight = (BLOCK, BLOCK), find_fp8_weight(w_EOI)

@@ -67,18 +67,15 @@ class TensorwiseScaling(Fp8Scaling):
         self.settings = settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.input`."""
         return self._quantize(x_TI, self.settings.forward)
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.weight`."""
         fp8_weight = find_fp8_weight(w_OI)
         if fp8_weight is not None:
             return _same_both_ways(fp8_weight.values)
         return _same_both_ways(quantize_tensor(w_OI, self.settings.forward))
 
     def gradient(self, g_TO: Tensor) -> Operand:
-        """See `Fp8Scaling.gradient`."""
         return self._quantize(g_TO, self.settings.backward)
 
     def _quantize(self, rows: Tensor, kind: Kind) -> Operand:
@@ -101,11 +98,9 @@ class BlockwiseScaling(Fp8Scaling):
         self.settings = settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.input`."""
         return self._both_ways(x_TI, self.settings.forward)
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.weight`."""
         block, fp8_weight = (BLOCK, BLOCK), find_fp8_weight(w_OI)
         if fp8_weight is not None:
             q = fp8_weight.values
@@ -115,7 +110,6 @@ class BlockwiseScaling(Fp8Scaling):
         return Operand(rows=q, columns=turned)
 
     def gradient(self, g_TO: Tensor) -> Operand:
-        """See `Fp8Scaling.gradient`."""
         return self._both_ways(g_TO, self.settings.backward)
 
     def _both_ways(self, x_MN: Tensor, kind: Kind) -> Operand:
@@ -132,7 +126,6 @@ class MxScaling(BlockwiseScaling):
     block = MX_BLOCK
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.weight`."""
         return self._both_ways(w_OI, self.settings.forward)
 
 
@@ -148,11 +141,9 @@ class DelayedScaling(Fp8Scaling):
         self.settings = histories.settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.input`."""
         return self._cast(x_TI, "fwd", INPUT, self.settings.forward, is_training)
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
-        """See `Fp8Scaling.weight`."""
         fp8_weight = find_fp8_weight(w_OI)
         if fp8_weight is None:
             return self._cast(w_OI, "fwd", WEIGHT, self.settings.forward, is_training)
@@ -161,7 +152,6 @@ class DelayedScaling(Fp8Scaling):
         return _same_both_ways(fp8_weight.values)
 
     def gradient(self, g_TO: Tensor) -> Operand:
-        """See `Fp8Scaling.gradient`."""
         return self._cast(g_TO, "bwd", GRAD_OUTPUT, self.settings.backward, True)
 
     def _cast(

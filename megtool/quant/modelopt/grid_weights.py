@@ -46,7 +46,6 @@ class GridWeightFeed:
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The weight."""
         return self.weight.reads
 
     @property
@@ -80,7 +79,6 @@ class GridWeightFeed:
             yield begin, self.rows.first + number * self.rows.period, count
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         weight, width = self.weight, self.weight.shape[1]
         parts = {p.role: p for p in layout(packing_of(weight.qparams.format), weight.shape)}
         scales = KnownScales(weight, parts, self.amax)

@@ -78,7 +78,6 @@ class ModuleAmaxFeed(WholeTensorFeed):
         return digest_facts("amax", self.row_block, self.column_block, *facts, *scales)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         out = np.zeros(self.shape, np.float32)
         for part in self.parts:
             if part.amax is not None:

@@ -52,7 +52,6 @@ class ExpertFeed:
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The weight."""
         return self.feed.reads
 
     @property
@@ -80,7 +79,6 @@ class ExpertFeed:
         return digest_facts(self.feed.identity, self.expert)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         for number, index, tile in self.feed.generate(reader):
             tail = self.tensors[number].shape[2:]
             yield number, (0, index[0], *(0 for _ in tail)), tile.reshape(1, len(tile), *tail)

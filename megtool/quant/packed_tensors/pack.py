@@ -92,7 +92,6 @@ class PackFeed:
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The weight."""
         return self.weight.reads
 
     @property
@@ -124,7 +123,6 @@ class PackFeed:
         return digest_facts(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         weight, parts = self.weight, self._parts
         number = {role: i for i, (role, _) in enumerate(self.tensors)}
         kinds = {role: t.dtype for role, t in self.tensors}
@@ -469,7 +467,6 @@ class TransposedFeed:
 
     @property
     def reads(self) -> tuple[Placement, ...]:
-        """The weight."""
         return self.feed.reads
 
     @property
@@ -488,6 +485,5 @@ class TransposedFeed:
         return digest_facts("turned", self.feed.identity)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         for number, index, tile in self.feed.generate(reader):
             yield number, index[::-1], np.ascontiguousarray(tile.T)

@@ -117,7 +117,6 @@ class FoldedNorm(WholeTensorFeed):
         return digest_facts(self.factors, self.zero_centered, self.tensor.dtype.name)
 
     def generate(self, reader: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
-        """See `TensorFeed`."""
         # Read in the stored dtype: a source of another dtype gives the same bytes as its cast.
         with reader.open(self.placement, self.tensor.dtype) as run:
             stored = run.read(0, numel(self.placement.shape))

@@ -152,7 +152,6 @@ class MoeLoadBalancingFeature(TrainingFeature):
             balance.begin(factor)
 
     def forget_passes(self) -> None:
-        """See `TrainingFeature.forget_passes`."""
         for _, balance in self._routers:
             balance.reset()
 
