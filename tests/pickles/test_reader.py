@@ -312,5 +312,11 @@ def test_what_contains_itself_or_is_deep_has_no_plain_form() -> None:
     for tree in (circle, deep, {"step": 1 << 100_000}):
         with raises(FormatError, id="hostile-pickle"):
             pickle_reader.check_expansion(tree, file="common.pt")
+    laughs: Any = collections.OrderedDict(a=1)
+    for _ in range(40):
+        laughs = collections.OrderedDict(a=laughs, b=laughs)
+    tree = pickle_reader.decode(pickle.dumps(laughs), file="common.pt")
+    with raises(FormatError, id="hostile-pickle"):
+        pickle_reader.check_expansion(tree, file="common.pt")
     again = [1]
     pickle_reader.check_expansion({"a": [again, again], "b": again}, file="common.pt")

@@ -98,6 +98,7 @@ def read_rank_item(
 
 def _read_torch(out: RankItem, path: Path, budget: StorageBudget) -> None:
     with open_torch_file(path, out.stored.size) as torch_file:
+        pickle_reader.check_expansion(torch_file.tree, file=path)
         walk = _Walk(path, out)
         walk.descend(torch_file.tree, ())
         for place, (view, parts) in walk.views.items():
