@@ -126,7 +126,7 @@ def _betas(group: Mapping[str, Any]) -> tuple[float, float] | None:
 def _whole(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return int(value) if value == int(value) else None
+    return int(value) if float(value).is_integer() else None  # NaN and Inf are not
 
 
 def _trainer_step(catalogue: Catalogue) -> int | None:
