@@ -1,4 +1,4 @@
-"""What `Store` promises, of every store: in memory, of S3, Google and Azure on real servers."""
+"""What `Store` promises, of every store: in memory, S3, Azure, and a server like Google's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from megtool.errors import DestinationError, FormatError, StorageError
 from megtool.staging.publication import complete_once
 from megtool.storage.location.path import StorePath
-from megtool.storage.stores.connect import register_store
+from megtool.storage.stores.connect import connect, register_store
 from megtool.storage.stores.memory import MemoryStore
 from megtool.storage.stores.protocol import (
     MIN_PART_BYTES,
+    BucketMissingError,
     ConditionError,
     ObjectInfo,
     ObjectMissingError,
@@ -27,7 +28,7 @@ from tests.support.stores.s3_servers import S3Server
 
 ALL = ("memory", "s3", "s3-moto", "gcs", "azure")
 S3_PARTS = ("memory", "s3", "s3-moto")
-"""Those whose uploads are those of S3: Google and Azure have no least size of a part."""
+"""Those whose uploads are those of S3, and which copy ranges: Google and Azure do not."""
 DATA = random.Random(18).randbytes(3000)
 PART = random.Random(19).randbytes(MIN_PART_BYTES)
 
@@ -45,8 +46,8 @@ def store(request: pytest.FixtureRequest) -> Store:
         return cloud
     use_s3: Callable[[S3Server], S3Bucket] = request.getfixturevalue("use_s3")
     bucket = use_s3(request.getfixturevalue("moto" if kind == "s3-moto" else "seaweedfs"))
-    s3_store = pytest.importorskip("megtool.storage.stores.s3")
-    out: Store = s3_store.S3Store(bucket.url())
+    s3_module = pytest.importorskip("megtool.storage.stores.s3")
+    out: Store = s3_module.S3Store(bucket.url())
     return out
 
 
@@ -107,6 +108,29 @@ def test_what_is_missing_is_told(store: Store) -> None:
         assert f"{store.url}/{key}" in str(caught.value)
     assert store.list("missing").objects == ()
     assert store.list("missing").prefixes == ()
+
+
+REQUESTS: dict[str, Callable[[Store], object]] = {
+    "head": lambda store: store.head("run/key"),
+    "read": lambda store: store.read("run/key", 0, 1),
+    "list": lambda store: store.list("run"),
+    "put": lambda store: store.put("run/key", b"data"),
+    "create": lambda store: store.put("run/key", b"data", create=True),
+    "begin_upload": lambda store: store.begin_upload("run/key"),
+    "list_uploads": lambda store: store.list_uploads("run"),
+}
+
+
+@pytest.mark.parametrize("store", [kind for kind in ALL if kind != "memory"], indirect=True)
+def test_a_missing_bucket_is_told(store: Store) -> None:
+    scheme = store.url.partition("://")[0]
+    missing = connect(f"{scheme}://nobody-made-this")
+    for call in REQUESTS.values():
+        with pytest.raises(BucketMissingError) as caught:
+            call(missing)
+        assert caught.value.hint
+        assert str(caught.value.file).startswith(missing.url)
+    assert store.head("run/key") is None
 
 
 @every_store
@@ -225,6 +249,17 @@ def test_a_folder_is_listed(store: Store) -> None:
     assert store.list("run", recursive=True).prefixes == ()
     top = store.list("")
     assert (keys_of(top.objects), sorted(top.prefixes)) == (["a", "running"], ["run", "run2"])
+
+
+@every_store
+def test_a_listing_is_sorted_by_key(store: Store) -> None:
+    keys = ["run/b", "run/a/c", "run/a.b", "run/a-b", "run/a", "run/B"]
+    if store.url.startswith("s3:"):  # in SeaweedFS, a folder is no object
+        keys.remove("run/a")
+    for key in keys:
+        store.put(key, b"data")
+    assert keys_of(store.list("run", recursive=True).objects) == sorted(keys)
+    assert keys_of(store.list("run").objects) == sorted(set(keys) - {"run/a/c"})
 
 
 @pytest.mark.slow

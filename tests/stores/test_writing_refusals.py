@@ -15,7 +15,7 @@ from megtool.errors import DestinationError, StorageError, UsageError
 from megtool.options.field import all_fields
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore
-from megtool.storage.stores.protocol import Listing, ObjectInfo, ObjectMissingError
+from megtool.storage.stores.protocol import BucketMissingError, Listing, ObjectInfo
 from megtool.storage.stores.third_party import FsspecStore
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
@@ -38,7 +38,7 @@ class EmptyStore(LockedStore):
     """A bucket that does not exist."""
 
     def _refuse(self, key: str) -> Any:
-        raise ObjectMissingError("there is no bucket of this name", file=self.url)
+        raise BucketMissingError("there is no bucket of this name", file=self.url)
 
 
 @pytest.fixture(scope="module")

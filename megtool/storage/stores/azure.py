@@ -13,6 +13,9 @@ from typing import Any, NoReturn, TypeVar
 from megtool.errors import FormatError, MissingPackageError, StorageError
 from megtool.storage.stores.protocol import (
     SEND_TIMEOUT,
+    UPLOAD_METADATA,
+    BucketMissingError,
+    BucketUrl,
     ConditionError,
     Listing,
     ObjectInfo,
@@ -31,13 +34,13 @@ _HINT = (
     "AZURE_STORAGE_SAS_TOKEN, or `az login` and the package azure-identity"
 )
 _ID = re.compile(r"([0-9a-f]{16})-(\d{5})")
-_UPLOAD = "megtool_upload"
-"""In the metadata of a blob that is made of blocks: of which upload."""
+_UPLOAD = UPLOAD_METADATA.replace("-", "_")
+"""The service takes names of metadata without hyphens only."""
 
 _LIST = 5000
 
 
-class AzureStore:
+class AzureStore(BucketUrl):
     """See `Store`; `url` is `az://CONTAINER`. The account is that of the environment.
 
     The blocks of an upload carry its id in theirs. Block 0, of one byte, says that it has begun.
@@ -48,14 +51,11 @@ class AzureStore:
     can_copy = False
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        super().__init__(url)
         name = url.partition("://")[2]
         self._container: Any = _service(url).get_container_client(name)
 
     # ---- errors
-
-    def _place(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
 
     def _call(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call the SDK; its errors become megtool's."""
@@ -80,7 +80,7 @@ class AzureStore:
                 "the object exists already, or has another version", file=place
             ) from None
         if code == "ContainerNotFound":
-            raise ObjectMissingError(
+            raise BucketMissingError(
                 "there is no container of this name",
                 file=place,
                 hint="check the name and the account: az://CONTAINER/PREFIX",
@@ -112,9 +112,9 @@ class AzureStore:
         """See `Store.head`."""
         try:
             entries = self._call(key, self._container.get_blob_client(key).get_blob_properties)
-        except ObjectMissingError as e:
-            if e.hint:
-                raise
+        except BucketMissingError:
+            raise
+        except ObjectMissingError:
             return None
         return _info(entries, self._place(key))
 
@@ -193,9 +193,10 @@ class AzureStore:
         for key in keys:
             try:
                 self._call(key, self._container.delete_blob, key)
-            except ObjectMissingError as e:
-                if e.hint:
-                    raise
+            except BucketMissingError:
+                raise
+            except ObjectMissingError:
+                continue
 
     # ---- objects in parts
 
@@ -233,9 +234,9 @@ class AzureStore:
         blob = self._container.get_blob_client(key)
         try:
             _, blocks = self._call(key, blob.get_block_list, "uncommitted")
-        except ObjectMissingError as e:
-            if e.hint:
-                raise
+        except BucketMissingError:
+            raise
+        except ObjectMissingError:
             return []
         out = []
         for block in blocks:

@@ -14,6 +14,9 @@ from urllib.parse import quote
 from megtool.errors import StorageError
 from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
 from megtool.storage.stores.protocol import (
+    UPLOAD_METADATA,
+    BucketMissingError,
+    BucketUrl,
     ConditionError,
     Listing,
     ObjectInfo,
@@ -31,8 +34,6 @@ _COMPOSE = 32
 """The most objects that one request composes (the limit of the service)."""
 
 _BEGIN = "begin"
-_UPLOAD = "megtool-upload"
-"""In the metadata of an object that was composed: of which upload."""
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _HINT = (
@@ -41,7 +42,7 @@ _HINT = (
 )
 
 
-class GcsStore:
+class GcsStore(BucketUrl):
     """See `Store`; `url` is `gs://BUCKET`. Versions are generations.
 
     An upload in parts is a folder of objects, one per part, which the service composes into one
@@ -53,7 +54,7 @@ class GcsStore:
     can_copy = False
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        super().__init__(url)
         self._bucket = url.partition("://")[2]
         host = os.environ.get("STORAGE_EMULATOR_HOST", "")
         if host and "://" not in host:
@@ -63,9 +64,6 @@ class GcsStore:
         self._client = HttpClient(url, authorize=dict if is_open else _token_headers(url))
 
     # ---- requests
-
-    def _place(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
 
     def _object_url(self, key: str) -> str:
         return f"{self._host}/storage/v1/b/{self._bucket}/o/{quote(key, safe='')}"
@@ -115,7 +113,7 @@ class GcsStore:
             )
         # Of an object, Google says "No such object: BUCKET/KEY".
         if reply.status == 404 and text.lower().startswith("the specified bucket"):
-            return ObjectMissingError(
+            return BucketMissingError(
                 "there is no bucket of this name", file=place, hint="check the name"
             )
         return error_of(reply, place, stop)
@@ -126,9 +124,9 @@ class GcsStore:
         """See `Store.head`."""
         try:
             return self._info(self._send("GET", self._object_url(key), key).json(), key)
-        except ObjectMissingError as e:
-            if e.hint:
-                raise
+        except BucketMissingError:
+            raise
+        except ObjectMissingError:
             return None
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
@@ -223,9 +221,10 @@ class GcsStore:
         for key in keys:
             try:
                 self._send("DELETE", self._object_url(key), key)
-            except ObjectMissingError as e:
-                if e.hint:
-                    raise
+            except BucketMissingError:
+                raise
+            except ObjectMissingError:
+                continue
 
     # ---- objects in parts
 
@@ -327,7 +326,7 @@ class GcsStore:
             item = self._send("GET", self._object_url(info.key), info.key, params=params).json()
         except (ConditionError, ObjectMissingError):
             return False
-        return bool((item.get("metadata") or {}).get(_UPLOAD) == upload_id)
+        return bool((item.get("metadata") or {}).get(UPLOAD_METADATA) == upload_id)
 
     def _join(self, key: str, pieces: Sequence[tuple[str, str]]) -> tuple[str, str]:
         info = self._compose(key, pieces)
@@ -348,7 +347,7 @@ class GcsStore:
         body = {
             "destination": {
                 "contentType": "application/octet-stream",
-                **({"metadata": {_UPLOAD: upload_id}} if upload_id else {}),
+                **({"metadata": {UPLOAD_METADATA: upload_id}} if upload_id else {}),
             },
             "sourceObjects": [
                 {"name": name, "generation": generation} for name, generation in pieces

@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from megtool.errors import StorageError
 from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
-from megtool.storage.stores.protocol import ConditionError, Listing, ObjectInfo
+from megtool.storage.stores.protocol import ConditionError, Listing, ObjectInfo, by_key
 from megtool.storage.stores.read_only import ReadOnlyStore
 from megtool.storage.stores.read_pool import read_pool
 from megtool.storage.stores.reply_limits import MAX_DEPTH, ListingLimit, odd_reply, to_size
@@ -132,7 +132,7 @@ class HttpStore(ReadOnlyStore):
             for folder in prefixes:
                 objects += self._list(folder, True, depth + 1, limit).objects
             prefixes = []
-        return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
+        return Listing(objects=tuple(sorted(objects, key=by_key)), prefixes=tuple(prefixes))
 
     def _expect_refusals(self, start: str) -> None:
         """Raise if the server has every file that one asks for: then none is known to exist."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -25,10 +24,8 @@ from megtool.storage.stores.reply_limits import (
     paced_pools,
     read_body,
 )
+from megtool.storage.stores.retries import ATTEMPTS, CONNECTIONS, pause
 from megtool.storage.stores.schemes import missing_package
-
-ATTEMPTS = 8
-"""Attempts at a request, about half a minute in all."""
 
 _TIMEOUTS = SEND_TIMEOUT, 60
 """Seconds to send, and between two bytes of the reply."""
@@ -39,7 +36,6 @@ _PATIENCE = 150.0
 _MAX_REDIRECTS = 10
 _REDIRECTS = {301, 302, 303, 307, 308}
 
-_CONNECTIONS = 128
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 _REFUSED_FOR_LOAD = {429, 503}
 """The server did not carry the request out."""
@@ -125,12 +121,12 @@ class HttpClient:
                 is_late = time.monotonic() - start > _PATIENCE
                 if is_last or is_late or not is_repeatable or not self._is_passing(e):
                     raise self._unreachable(e, place) from None
-                _pause(attempt)
+                pause(attempt)
                 continue
             again = _BUSY if is_repeatable else _REFUSED_FOR_LOAD
             if reply.status not in again or is_last:
                 return reply
-            _pause(attempt, reply.headers.get("Retry-After"))
+            pause(attempt, reply.headers.get("Retry-After"))
         raise AssertionError("unreachable")
 
     def read_range(
@@ -158,7 +154,7 @@ class HttpClient:
         start = time.monotonic()
         attempt = 0
         while True:
-            pause = None
+            retry_after = None
             try:
                 with self._request("GET", url, wish, params, None) as response:
                     status = response.status_code
@@ -174,7 +170,7 @@ class HttpClient:
                         trouble = f"{len(data):,} of {num_bytes:,} bytes came"
                     elif status in _BUSY:
                         trouble = f"HTTP {status}"
-                        pause = reply.headers.get("Retry-After")
+                        retry_after = reply.headers.get("Retry-After")
                     else:
                         raise error_of(reply, place, stop)
             except OversizeReplyError as e:
@@ -186,7 +182,7 @@ class HttpClient:
             attempt += 1
             if attempt == self._attempts or time.monotonic() - start > _PATIENCE:
                 break
-            _pause(attempt - 1, pause)
+            pause(attempt - 1, retry_after)
         raise StorageError(
             f"the server broke off {attempt} times: {trouble}",
             file=place,
@@ -304,7 +300,7 @@ def _make_adapter() -> Any:
     from requests.adapters import HTTPAdapter
     from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 
-    adapter = HTTPAdapter(pool_maxsize=_CONNECTIONS)
+    adapter = HTTPAdapter(pool_maxsize=CONNECTIONS)
     adapter.poolmanager.pool_classes_by_scheme = paced_pools(
         HTTPConnectionPool, HTTPSConnectionPool
     )
@@ -361,10 +357,3 @@ def _reason(error: BaseException) -> str:
         )
         inner = reason if isinstance(reason, BaseException) else inner.__cause__
     return names[-1] if names else "no reply"
-
-
-def _pause(attempt: int, wish: str | None = None) -> None:
-    seconds = random.uniform(0.5, 1.0) * min(20.0, 0.2 * 2**attempt)
-    if wish is not None and wish.isascii() and wish.isdigit():
-        seconds = max(seconds, min(60.0, float(wish[:6])))
-    time.sleep(seconds)

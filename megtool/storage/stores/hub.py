@@ -13,10 +13,12 @@ from urllib.parse import unquote, urlsplit
 from megtool.errors import StorageError, UsageError
 from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
 from megtool.storage.stores.protocol import (
+    BucketMissingError,
     ConditionError,
     Listing,
     ObjectInfo,
     ObjectMissingError,
+    by_key,
 )
 from megtool.storage.stores.read_only import ReadOnlyStore
 from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
@@ -110,11 +112,11 @@ class HubStore(ReadOnlyStore):
                 error_id="permission-denied",
             )
         if code == "RevisionNotFound":
-            return ObjectMissingError(
+            return BucketMissingError(
                 f"the repository has no revision {self._revision or 'main'!r}", file=self.url
             )
         if code == "RepoNotFound" or reply.status == 401:
-            return ObjectMissingError(
+            return BucketMissingError(
                 "there is no such repository, or this token may not see it",
                 file=self.url,
                 hint=_TOKEN_HINT,
@@ -190,10 +192,12 @@ class HubStore(ReadOnlyStore):
 
         try:
             self._call(prefix, collect)
-        except ObjectMissingError as e:
-            if not prefix or e.file == self.url:
+        except BucketMissingError:
+            raise
+        except ObjectMissingError:
+            if not prefix:
                 raise
-        return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
+        return Listing(objects=tuple(sorted(objects, key=by_key)), prefixes=tuple(prefixes))
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
         """See `Store.read`."""

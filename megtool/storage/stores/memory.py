@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from megtool.errors import StorageError
 from megtool.storage.stores.protocol import (
     MIN_PART_BYTES,
+    BucketUrl,
     ConditionError,
     Listing,
     ObjectInfo,
@@ -28,23 +29,20 @@ class _Upload:
     parts: dict[int, bytes] = field(default_factory=dict)
 
 
-class MemoryStore:
+class MemoryStore(BucketUrl):
     """See `Store`. `min_part_bytes` is the least size of a part that is not the last."""
 
     can_write = True
     can_copy = True
 
     def __init__(self, url: str, *, min_part_bytes: int = MIN_PART_BYTES) -> None:
-        self.url = url
+        super().__init__(url)
         self._min_part_bytes = min_part_bytes
         self._objects: dict[str, tuple[ObjectInfo, bytes]] = {}
         self._uploads: dict[str, _Upload] = {}
         self._upload_of: dict[str, str] = {}  # versions of uploaded objects, and the uploads
         self._lock = threading.RLock()
         self._number = 0
-
-    def _place(self, key: str) -> str:
-        return f"{self.url}/{key}"
 
     def _next(self) -> int:
         self._number += 1

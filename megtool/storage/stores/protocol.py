@@ -18,6 +18,9 @@ MAX_PARTS = 10_000
 MAX_PART_BYTES = 5 << 30
 """The most bytes of a part (the limit of S3)."""
 
+UPLOAD_METADATA = "megtool-upload"
+"""The name of the metadata by which an object says of which upload it was made."""
+
 SEND_TIMEOUT = 60
 """Seconds to connect, and to send one body: clients by urllib3 bound both by the same time.
 
@@ -37,14 +40,28 @@ class ObjectMissingError(StorageError):
     default_id = "object-missing"
 
 
+class BucketMissingError(ObjectMissingError):
+    """There is no such bucket, container or repository, so nothing is known of its objects."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """An object: its key, size in bytes, version (an ETag or a generation), and time of writing."""
+    """An object: its key, size in bytes, version (an ETag or a generation), and time of writing.
+
+    The version is empty where a store has none, and then changes of the object are not noticed.
+    What `head` returns has a time of writing; only stores that nothing is written to may leave out
+    even that.
+    """
 
     key: str
     size: int
     version: str
     modified_ns: int = 0
+
+
+def by_key(info: ObjectInfo) -> str:
+    """Return what objects are sorted by."""
+    return info.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +85,9 @@ class UploadedPart:
 class Upload:
     """An upload that is neither completed nor aborted.
 
-    By `upload_id`, its parts are listed, or it is aborted. It is, or is the end of, what
-    `begin_upload` gave, which names more on S3.
+    Uploads may have two ids: `begin_upload` returns the long one, and `upload_id` here is the
+    store's own, which the long one ends with. `list_parts` and `abort_upload` take both,
+    `is_made_of` only the long one.
     """
 
     key: str
@@ -77,11 +95,22 @@ class Upload:
     started_ns: int = 0
 
 
+class BucketUrl:
+    """The URL of a bucket, and those of objects in it: the beginning of every store."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def _place(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+
 class Store(Protocol):
     """One bucket. Thread-safe. Keys have no slash at their beginning or end.
 
-    Every method raises `StorageError`, with the URL, for what the store refuses: a missing bucket,
-    missing permission, expired credentials, a wrong region, or a failure that retries do not cure.
+    Every method raises `StorageError`, with the URL, for what the store refuses: a missing bucket
+    (`BucketMissingError`, where the store can tell), missing permission, expired credentials, a
+    wrong region, or a failure that retries do not cure.
     A conditional request whose reply was lost is repeated only where its own success can be told
     from what another program wrote; else it is an error, and the caller reads back.
     """
@@ -106,7 +135,8 @@ class Store(Protocol):
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """The objects below a folder (`prefix` without slash; empty: the bucket).
 
-        `recursive` lists all depths, and no prefixes. `most` stops after about as many.
+        Objects are sorted by key. Keys that end in a slash, with which some tools mark folders, are
+        left out. `recursive` lists all depths, and no prefixes. `most` stops after about as many.
         """
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
@@ -125,6 +155,8 @@ class Store(Protocol):
     ) -> ObjectInfo:
         """Write a whole object; `create`: only if there is none; `version`: only if it has that.
 
+        Leases need both conditions: a store without them is unsafe.
+
         Raises:
             ConditionError: the condition does not hold.
         """
@@ -135,7 +167,10 @@ class Store(Protocol):
     # ---- objects in parts
 
     def begin_upload(self, key: str) -> str:
-        """Begin an upload in parts; the object appears when it is completed. Returns its id."""
+        """Begin an upload in parts; the object appears when it is completed.
+
+        Returns the long id, see `Upload`.
+        """
 
     def upload_part(
         self, key: str, upload_id: str, number: int, data: bytes | memoryview
@@ -178,7 +213,10 @@ class Store(Protocol):
         """
 
     def is_made_of(self, info: ObjectInfo, upload_id: str) -> bool:
-        """Whether an object is what an upload in parts has become, and no other's of its size."""
+        """Whether an object is what an upload in parts has become, and no other's of its size.
+
+        It takes the long id. Objects name their upload as metadata: `UPLOAD_METADATA`.
+        """
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload and its parts; a missing one is no error."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megtool.errors import DestinationError, StorageError
-from megtool.storage.stores.protocol import ObjectInfo, Store, Upload, UploadedPart
+from megtool.storage.stores.protocol import BucketUrl, ObjectInfo, Store, Upload, UploadedPart
 from megtool.storage.stores.schemes import writable_places
 
 
@@ -26,18 +26,12 @@ def require_writable(store: Store, destination: Path) -> None:
         )
 
 
-class ReadOnlyStore:
+class ReadOnlyStore(BucketUrl):
     """The part of `Store` that writes, refused. `url` is that of the bucket."""
 
     can_write = False
     can_copy = False
     write_hint = f"write to {writable_places()}"
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def _place(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
 
     def _refuse(self, key: str = "") -> NoReturn:
         scheme = self.url.partition("://")[0]

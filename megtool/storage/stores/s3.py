@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import random
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -14,6 +12,9 @@ from awscrt.checksums import crc32c
 
 from megtool.errors import StorageError
 from megtool.storage.stores.protocol import (
+    UPLOAD_METADATA,
+    BucketMissingError,
+    BucketUrl,
     ConditionError,
     Listing,
     ObjectInfo,
@@ -23,6 +24,7 @@ from megtool.storage.stores.protocol import (
     truncated,
 )
 from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
+from megtool.storage.stores.retries import pause
 from megtool.storage.stores.s3_client import open_s3
 from megtool.storage.stores.s3_errors import (
     MISSING_CODES,
@@ -47,7 +49,6 @@ _DAMAGED = {
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What boto3 raises beside its own errors for replies whose fields are not those of S3."""
 
-_UPLOAD = "megtool-upload"
 _NAME_BYTES = 8
 _SEPARATOR = "|"
 """Between the name of an upload, in the metadata of its object, and the id that the store gave."""
@@ -57,7 +58,7 @@ _MULTI_DELETE = 4
 """More objects than this are deleted by one request."""
 
 
-class S3Store:
+class S3Store(BucketUrl):
     """See `Store`; `url` is `s3://BUCKET`.
 
     Requests that may be repeated are, with growing pauses: those that read, and those that write
@@ -69,7 +70,7 @@ class S3Store:
     can_copy = True
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        super().__init__(url)
         self._bucket = url.partition("://")[2]
         clients = open_s3(self._bucket, url)
         self._client = clients.retrying
@@ -78,11 +79,9 @@ class S3Store:
         self._attempts = clients.attempts
         self._needs_checksum = clients.needs_checksum
         self._has_exposed_token = clients.has_exposed_token
+        self._has_bucket = False  # not known yet
 
     # ---- errors
-
-    def _place(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
 
     @contextlib.contextmanager
     def _client_errors(self, key: str) -> Iterator[None]:
@@ -111,6 +110,7 @@ class S3Store:
             try:
                 with self._client_errors(key):
                     reply = call(Bucket=self._bucket, **arguments)
+                self._has_bucket = True
                 if not field or reply.get(field) not in (None, {}):
                     return reply
             except ClientError as e:
@@ -118,7 +118,7 @@ class S3Store:
                 # What was sent changed on the way.
                 if reply.code not in _DAMAGED or attempt == self._attempts - 1:
                     self._raise(reply, key, e)
-            _pause(attempt)
+            pause(attempt)
         raise StorageError(
             f"the store sent {self._attempts} replies without content", file=self._place(key)
         )
@@ -136,7 +136,7 @@ class S3Store:
                 is_busy = reply.is_throttle or reply.code == "ConditionalRequestConflict"
                 if not is_busy or attempt == self._attempts - 1:
                     self._raise(reply, key, e)
-            _pause(attempt)
+            pause(attempt)
         raise AssertionError("unreachable")
 
     def _repeat(self, call: Callable[[bool], T]) -> T:
@@ -147,7 +147,7 @@ class S3Store:
             except StorageError as e:
                 if not is_lost(e):
                     raise
-            _pause(attempt)
+            pause(attempt)
         return call(True)
 
     def _raise(self, reply: S3Reply, key: str, error: Exception) -> NoReturn:
@@ -165,6 +165,7 @@ class S3Store:
         except ClientError as e:
             answer = reply_of(e)
             if answer.code in MISSING_CODES:
+                self._check_bucket(key)
                 return None
             self._explain(key)
             self._raise(answer, key, e)
@@ -185,6 +186,18 @@ class S3Store:
         """Raise what the store says of an object: a reply to HEAD has no body that says why."""
         reply = self._call(key, self._single.get_object, Key=key, Range="bytes=0-0")
         reply["Body"].close()
+
+    def _check_bucket(self, key: str) -> None:
+        """Raise if the bucket is missing, which a reply to HEAD does not say; asked once."""
+        if self._has_bucket:
+            return
+        try:
+            reply = self._call(key, self._client.get_object, Key=key, Range="bytes=0-0")
+            reply["Body"].close()
+        except BucketMissingError:
+            raise
+        except ObjectMissingError:
+            self._has_bucket = True
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """See `Store.list`."""
@@ -238,7 +251,7 @@ class S3Store:
                         file=self._place(key),
                         hint="run the command again: it resumes",
                     ) from e
-            _pause(attempt)
+            pause(attempt)
         raise AssertionError("unreachable")
 
     def _read_once(
@@ -412,7 +425,7 @@ class S3Store:
             self._client.create_multipart_upload,
             field="UploadId",
             Key=key,
-            Metadata={_UPLOAD: name},
+            Metadata={UPLOAD_METADATA: name},
         )
         return f"{name}{_SEPARATOR}{reply['UploadId']}"
 
@@ -541,12 +554,15 @@ class S3Store:
                 )
         except ClientError as e:
             answer = reply_of(e)
-            if answer.code in MISSING_CODES or answer.status == 412:
+            if answer.code in MISSING_CODES:
+                self._check_bucket(info.key)
+                return False
+            if answer.status == 412:
                 return False
             self._explain(info.key)
             self._raise(answer, info.key, e)
         name, separator, _ = upload_id.partition(_SEPARATOR)
-        return bool(separator and reply.get("Metadata", {}).get(_UPLOAD) == name)
+        return bool(separator and reply.get("Metadata", {}).get(UPLOAD_METADATA) == name)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""
@@ -591,7 +607,3 @@ def _to_ns(time_: Any) -> int:
 def _is_not_partial(error: Exception) -> bool:
     """Whether a range was asked for, and the whole object came."""
     return any(word in str(error) for word in ("non-partial", "Non-partial", "NotPartial"))
-
-
-def _pause(attempt: int) -> None:
-    time.sleep(random.uniform(0.5, 1.0) * min(20.0, 0.2 * 2**attempt))

@@ -21,13 +21,10 @@ from megtool.storage.stores.reply_limits import (
     paced_pools,
     read_body,
 )
+from megtool.storage.stores.retries import ATTEMPTS, CONNECTIONS
 from megtool.storage.stores.s3_errors import client_error, no_credentials
 from megtool.storage.stores.schemes import missing_package
 
-ATTEMPTS = 8
-"""Attempts at a request unless AWS_MAX_ATTEMPTS or the profile says otherwise."""
-
-_CONNECTIONS = 128
 _CREDENTIALS_TTL = timedelta(minutes=5)
 """botocore renews credentials 10 minutes before they expire, at the latest."""
 
@@ -194,7 +191,7 @@ def _settings(session: Any, attempts: int, is_anonymous: bool) -> dict[str, Any]
         "retries": {"mode": "standard", "total_max_attempts": attempts},
         "connect_timeout": SEND_TIMEOUT,
         "read_timeout": 120,
-        "max_pool_connections": _CONNECTIONS,
+        "max_pool_connections": CONNECTIONS,
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "tcp_keepalive": True,
@@ -265,7 +262,7 @@ def _client_options(endpoint: str) -> dict[str, Any]:
         "connect_timeout": "10s",
         "read_timeout": "60s",
         "timeout": "600s",
-        "pool_max_idle_per_host": str(_CONNECTIONS),
+        "pool_max_idle_per_host": str(CONNECTIONS),
     }
     for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         if (bundle := os.environ.get(name)) and Path(bundle).is_file():

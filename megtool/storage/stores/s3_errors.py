@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.errors import StorageError
-from megtool.storage.stores.protocol import ConditionError, ObjectMissingError
+from megtool.storage.stores.protocol import BucketMissingError, ConditionError, ObjectMissingError
 
 CONDITION_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409"}
 MISSING_CODES = {"NoSuchKey", "NoSuchUpload", "NoSuchBucket", "404", "NotFound"}
@@ -140,13 +140,13 @@ def error_of(reply: S3Reply, place: str, *, attempts: int) -> StorageError:
         return ConditionError("the object exists already, or has another version", file=place)
     if code in _REFUSALS:
         message, hint, error_id = _REFUSALS[code]
-        kind = ObjectMissingError if error_id == "object-missing" else StorageError
+        kind = BucketMissingError if code == "NoSuchBucket" else StorageError
         return kind(message, file=place, hint=hint, error_id=error_id)
     if code in _UNKNOWN_CODES:
         return StorageError(
             "the store does not implement the request",
             file=place,
-            hint="the guide on object stores lists what a store must be able to do",
+            hint="see What a store must be able to do in the guide on object stores",
             error_id="not-implemented",
         )
     if code in MISSING_CODES or reply.status == 404:

@@ -16,6 +16,7 @@ from megtool.storage.stores.protocol import (
     Listing,
     ObjectInfo,
     ObjectMissingError,
+    by_key,
     truncated,
 )
 from megtool.storage.stores.read_only import ReadOnlyStore
@@ -31,6 +32,8 @@ _VERSIONS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "version_id", "ch
 
 
 class _PackageStore(ReadOnlyStore, ABC):
+    """A store behind a package, which does not tell a missing bucket from an empty one."""
+
     write_hint = f"this package writes no objects in parts: {ReadOnlyStore.write_hint}"
     package = ""
 
@@ -155,8 +158,9 @@ class FsspecStore(_PackageStore):
         except ObjectMissingError:
             return Listing(objects=())
         infos = [(item["type"], self._info(item)) for item in items]
+        objects = (i for kind, i in infos if kind == "file" and i.key != prefix)
         return Listing(
-            objects=tuple(i for kind, i in infos if kind == "file" and i.key != prefix),
+            objects=tuple(sorted(objects, key=by_key)),
             prefixes=tuple(i.key for kind, i in infos if kind == "directory" and i.key != prefix),
         )
 
@@ -223,7 +227,7 @@ class MscStore(_PackageStore):
             return Listing(objects=())
         infos = [(item.type, self._info(item)) for item in items]
         return Listing(
-            objects=tuple(i for kind, i in infos if kind == "file"),
+            objects=tuple(sorted((i for kind, i in infos if kind == "file"), key=by_key)),
             prefixes=tuple(i.key for kind, i in infos if kind == "directory"),
         )
 
