@@ -132,7 +132,7 @@ class SourceChangedError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The operating system refused a read or a write: full disk, quota, I/O error."""
+    """The operating system or a store refused a read or a write: full disk, quota, I/O error."""
 
     default_id = "storage"
 
@@ -246,6 +246,8 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
         "throttled": "a store was overloaded, or limits the rate of requests",
         "not-implemented": "a store does not implement a request",
         "ranges-ignored": "a server does not send ranges of an object",
+        "object-missing": "a store has no such object, upload or bucket",
+        "condition-failed": "an object exists already, or another program has replaced it",
     },
     CalibrationError: {
         "inexact-cast": "values of weights are none of the other number format",

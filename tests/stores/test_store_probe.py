@@ -13,6 +13,7 @@ from megtool.storage.location.path import StorePath
 from megtool.storage.objects.probe import probe_store
 from megtool.storage.stores.connect import register_store
 from megtool.storage.stores.memory import MemoryStore
+from megtool.storage.stores.protocol import ObjectInfo
 
 URL = "memory://probed"
 FOLDER = f"{URL}/.run.megtool"
@@ -35,6 +36,15 @@ class FailingStore(MemoryStore):
         self._fail("read")
         return super().read(*args, **keywords)
 
+    def put(self, *args: Any, version: str = "", **keywords: Any) -> ObjectInfo:
+        if version:
+            self._fail("replace")
+        return super().put(*args, version=version, **keywords)
+
+    def complete_upload(self, *args: Any, **keywords: Any) -> ObjectInfo:
+        self._fail("complete_upload")
+        return super().complete_upload(*args, **keywords)
+
     def begin_upload(self, key: str) -> str:
         self._fail("begin_upload")
         return super().begin_upload(key)
@@ -44,7 +54,9 @@ class FailingStore(MemoryStore):
         return super().list_parts(*args)
 
 
-@pytest.mark.parametrize("method", ["read", "begin_upload", "list_parts"])
+@pytest.mark.parametrize(
+    "method", ["read", "replace", "begin_upload", "list_parts", "complete_upload"]
+)
 @pytest.mark.parametrize("error_id", ["throttled", "storage", "permission-denied"])
 def test_a_failure_that_passes_is_raised_and_not_remembered(method: str, error_id: str) -> None:
     error = StorageError("the store is busy (503)", file=URL, error_id=error_id)
@@ -61,7 +73,9 @@ def test_a_failure_that_passes_is_raised_and_not_remembered(method: str, error_i
     ("method", "error_id", "fault"),
     [
         ("read", "ranges-ignored", "does not read ranges"),
-        ("begin_upload", "not-implemented", "does not take objects in parts"),
+        ("replace", "not-implemented", "does not replace a known version"),
+        ("begin_upload", "not-implemented", "does not take parts"),
+        ("complete_upload", "not-implemented", "does not take parts"),
     ],
 )
 def test_a_clear_answer_is_a_fault_of_the_store(method: str, error_id: str, fault: str) -> None:
@@ -71,6 +85,41 @@ def test_a_clear_answer_is_a_fault_of_the_store(method: str, error_id: str, faul
             probe_store(StorePath(FOLDER))
         assert caught.value.id == "unsafe-store"
     assert fault in probe_store(StorePath(FOLDER), is_unsafe=True)[0]
+
+
+class CarelessStore(MemoryStore):
+    """Ignores one condition of requests."""
+
+    def __init__(self, ignored: str) -> None:
+        super().__init__(URL)
+        self.ignored = ignored
+        register_store(self)
+
+    def put(self, *args: Any, **conditions: Any) -> ObjectInfo:
+        conditions.pop(self.ignored, None)
+        return super().put(*args, **conditions)
+
+    def complete_upload(self, *args: Any, create: bool = False) -> ObjectInfo:
+        return super().complete_upload(*args, create=create and self.ignored != "completion")
+
+
+@pytest.mark.parametrize(
+    ("ignored", "fault"),
+    [
+        ("create", "the store ignores If-None-Match: it replaces"),
+        ("version", "the store ignores If-Match: it replaces"),
+        ("completion", "the store ignores If-None-Match where an upload is completed"),
+    ],
+)
+def test_a_condition_that_is_ignored_is_a_fault(ignored: str, fault: str) -> None:
+    store = CarelessStore(ignored)
+    with pytest.raises(DestinationError, match=fault) as caught:
+        probe_store(StorePath(FOLDER))
+    assert caught.value.id == "unsafe-store"
+    (warning,) = probe_store(StorePath(FOLDER), is_unsafe=True)
+    assert fault in warning
+    assert not store.list("", recursive=True).objects
+    assert not store.list_uploads("")
 
 
 def test_a_store_that_was_probed_is_not_kept() -> None:

@@ -1,19 +1,21 @@
-"""Whether a store keeps what a commit relies on: ranges, create-only puts, uploads in parts."""
+"""Whether a store keeps what a commit relies on: ranges, conditional puts, uploads in parts."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 from megtool.errors import DestinationError, FormatError, StorageError
 from megtool.storage.objects.object_path import ObjectPath
-from megtool.storage.stores.protocol import ConditionError, ObjectMissingError, Store
+from megtool.storage.stores.protocol import ConditionError, ObjectInfo, ObjectMissingError, Store
 from megtool.storage.stores.read_only import require_writable
 
 _LOG = logging.getLogger(__name__)
 _PROBED: WeakKeyDictionary[Store, tuple[str, ...]] = WeakKeyDictionary()
 _CLEAR_ANSWERS = ("ranges-ignored", "not-implemented")  # ids of errors
+_FIRST = b"megtool asks"
 _CONTENT = b"megtool asks what this store keeps"
 
 
@@ -58,33 +60,24 @@ def _find_faults(folder: ObjectPath) -> list[str]:
     faults: list[str] = []
     uploads: list[str] = []
     try:
-        info = store.put(key, _CONTENT, create=True)
-        try:
-            store.put(key, b"replaced", create=True)
-        except ConditionError:
-            pass
-        else:
-            faults.append("ignores If-None-Match: it replaces objects that must only be created")
-            info = store.put(key, _CONTENT)
-        try:
-            if bytes(store.read(key, 3, 5)) != _CONTENT[3:8]:
-                faults.append("ignores ranges: it sends other bytes than those asked for")
-        except (FormatError, StorageError) as e:
-            if not _is_clear(e):
-                if faults:
-                    return faults
-                raise
-            faults.append(f"does not read ranges: {e.message}")
-        if info.size != len(_CONTENT):
+        first = store.put(key, _FIRST, create=True)
+        if first.size != len(_FIRST):
             faults.append("states a wrong size of what was written")
-        try:
-            faults += _find_upload_faults(store, f"{key}-parts", uploads)
-        except StorageError as e:
-            if not _is_clear(e):
-                if faults:
-                    return faults
-                raise
-            faults.append(f"does not take objects in parts: {e.message}")
+        questions: tuple[tuple[Callable[[], Iterator[str]], str], ...] = (
+            (lambda: _find_condition_faults(store, first), "does not replace a known version"),
+            (lambda: _find_range_faults(store, key), "does not read ranges"),
+            (lambda: _find_upload_faults(store, f"{key}-parts", uploads), "does not take parts"),
+        )
+        for find, fault in questions:
+            try:
+                for finding in find():
+                    faults.append(finding)
+            except (FormatError, StorageError) as e:
+                if not _is_clear(e):
+                    if faults:
+                        return faults
+                    raise
+                faults.append(f"{fault}: {e.message}")
     finally:
         if not uploads:  # else the object tells the next run that there is something to remove
             store.delete([key])
@@ -97,18 +90,57 @@ def _is_clear(error: FormatError | StorageError) -> bool:
     return isinstance(error, kinds) or error.id in _CLEAR_ANSWERS
 
 
-def _find_upload_faults(store: Store, key: str, uploads: list[str]) -> list[str]:
-    """What a store does not keep of uploads; `uploads` holds the one that is not aborted."""
+def _find_condition_faults(store: Store, first: ObjectInfo) -> Iterator[str]:
+    """Create the object again, replace its first version, and try that once more.
+
+    Leases are created, renewed and taken over by such requests. The contents differ: versions are
+    digests of them in some stores.
+    """
+    version = first.version
+    try:
+        version = store.put(first.key, b"created again", create=True).version
+    except ConditionError:
+        pass
+    else:
+        yield "ignores If-None-Match: it replaces objects that must only be created"
+    store.put(first.key, _CONTENT, version=version)
+    try:
+        store.put(first.key, b"replaced again", version=version)
+    except ConditionError:
+        pass
+    else:
+        yield "ignores If-Match: it replaces objects that have another version"
+        store.put(first.key, _CONTENT)
+
+
+def _find_range_faults(store: Store, key: str) -> Iterator[str]:
+    if bytes(store.read(key, 3, 5)) != _CONTENT[3:8]:
+        yield "ignores ranges: it sends other bytes than those asked for"
+
+
+def _find_upload_faults(store: Store, key: str, uploads: list[str]) -> Iterator[str]:
+    """Upload a part, and complete the upload where an object has appeared meanwhile.
+
+    `uploads` holds the upload until it is aborted.
+    """
     upload_id = store.begin_upload(key)
     uploads.append(upload_id)
     try:
         part = store.upload_part(key, upload_id, 1, _CONTENT)
         listed = list(store.list_parts(key, upload_id))
         if [(p.number, p.size, p.tag) for p in listed] != [(1, len(_CONTENT), part.tag)]:
-            return ["does not list the parts of an upload"]
+            yield "does not list the parts of an upload"
+            return
         if store.head(key) is not None:
-            return ["shows an object before its upload is complete"]
-        return []
+            yield "shows an object before its upload is complete"
+            return
+        store.put(key, _FIRST)
+        try:
+            store.complete_upload(key, upload_id, [part], create=True)
+        except ConditionError:
+            return
+        yield "ignores If-None-Match where an upload is completed: it replaces objects"
     finally:
         store.abort_upload(key, upload_id)
         uploads.clear()
+        store.delete([key])
