@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -124,6 +125,10 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def use_s3(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Server], S3Bucket]:
     """Lead this process and its children to a server, and return a fresh bucket there."""
 
+    for package in ("boto3", "obstore"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
     def use(server: S3Server) -> S3Bucket:
         for name in s3_servers.UNSET:
             monkeypatch.delenv(name, raising=False)
@@ -135,21 +140,21 @@ def use_s3(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Server], S3Bucket]:
 
 
 @pytest.fixture
-def s3_store(seaweedfs: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
+def s3_bucket(seaweedfs: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
     """A fresh bucket of SeaweedFS; the AWS_* variables of this test lead there."""
     return use_s3(seaweedfs)
 
 
 @pytest.fixture
-def moto_store(moto: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
+def moto_bucket(moto: S3Server, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
     """A fresh bucket of moto; the AWS_* variables of this test lead there."""
     return use_s3(moto)
 
 
 @pytest.fixture
-def fault_proxy(s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy before `s3_store`, to which the AWS_* variables lead; `s3_store` goes past it."""
-    with FaultProxy(s3_store.endpoint) as proxy:
+def fault_proxy(s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before `s3_bucket`, to which the AWS_* variables lead; `s3_bucket` goes past it."""
+    with FaultProxy(s3_bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         yield proxy
 

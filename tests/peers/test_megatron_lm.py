@@ -137,12 +137,12 @@ def test_load_goes_on_from_any_format_and_layout(saved: Saved, tmp_path: Path) -
 
 
 def test_load_goes_on_from_zarr_and_a_store_into_virtual_stages(
-    saved: Saved, s3_store: S3Bucket, tmp_path: Path
+    saved: Saved, s3_bucket: S3Bucket, tmp_path: Path
 ) -> None:
     """Two chunks of each of two stages read their own layers; a URL is found as a folder is."""
     folder = saved.folder
     reshard(folder / "dist", folder / "zarr", to="zarr", fsync=False)
-    url = s3_store.url("ranks")
+    url = s3_bucket.url("ranks")
     reshard(folder / "ranks", url, to="megatron", pp=2, fsync=False)
     chunks = ("--num-layers-per-virtual-pipeline-stage", "1")
     places: dict[str, tuple[Any, Any, tuple[str, ...]]] = {

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import StorageError
+from megtool.storage.stores.azure import AzureStore
+from megtool.storage.stores.gcs import GcsStore
 from megtool.storage.stores.protocol import ConditionError, ObjectMissingError, Store
 from tests.support.stores import cloud_servers
 from tests.support.stores.gcs_server import GcsServer
-
-pytest.importorskip("requests", reason="requests is not installed")
-gcs = pytest.importorskip("megtool.storage.stores.gcs")
-azure = pytest.importorskip("megtool.storage.stores.azure")
 
 
 def numbered(store: Store, key: str, count: int) -> tuple[str, list[object], bytes]:
@@ -67,19 +65,19 @@ def test_of_two_that_compose_one_wins(gcs_store: Store, gcs_server: GcsServer) -
 def test_refusals_of_google(gcs_server: GcsServer) -> None:
     gcs_server.token = "secret"
     with pytest.raises(StorageError) as caught:
-        gcs.GcsStore(f"gs://{gcs_server.bucket}").list("")
+        GcsStore(f"gs://{gcs_server.bucket}").list("")
     assert caught.value.id == "no-credentials"
     gcs_server.token = ""
     for call in (lambda s: s.list(""), lambda s: s.put("key", b""), lambda s: s.read("key", 0, 1)):
         with pytest.raises(ObjectMissingError, match="no bucket"):
-            call(gcs.GcsStore("gs://missing"))
+            call(GcsStore("gs://missing"))
 
 
 def test_a_bucket_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """That an object is missing is told with the names of its bucket and itself."""
     with GcsServer("my-bucket") as server:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
-        store = gcs.GcsStore("gs://my-bucket")
+        store = GcsStore("gs://my-bucket")
         assert store.head("the specified bucket") is None
         with pytest.raises(ObjectMissingError, match="no such object"):
             store.read("bucket", 0, 1)
@@ -101,12 +99,12 @@ def test_default_credentials_of_google(
     with pytest.raises(DefaultCredentialsError):
         auth.default()
     with pytest.raises(StorageError, match="no credentials") as caught:
-        gcs.GcsStore("gs://bucket")
+        GcsStore("gs://bucket")
     assert "gcloud auth" in str(caught.value.hint)
     token = secrets.token_hex(8)
     monkeypatch.setattr(auth, "default", lambda **_: (Credentials(token), None))
     gcs_server.token = token
-    store = gcs.GcsStore(f"gs://{gcs_server.bucket}")
+    store = GcsStore(f"gs://{gcs_server.bucket}")
     store._host = endpoint
     store.put("key", b"data")
     assert bytes(store.read("key", 0, 4)) == b"data"
@@ -116,7 +114,7 @@ def test_the_dialect_of_an_emulator(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Another's reading of Google's documents. It heeds no conditions."""
     with cloud_servers.start_gcs_emulator(tmp_path) as (url, bucket):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-        store = gcs.GcsStore(f"gs://{bucket}")
+        store = GcsStore(f"gs://{bucket}")
         upload, parts, data = numbered(store, "run/a b%20ü", 40)
         assert [u.key for u in store.list_uploads("run")] == ["run/a b%20ü"]
         info = store.complete_upload("run/a b%20ü", upload, parts)
@@ -156,13 +154,13 @@ def test_an_abort_leaves_an_object_as_it_is(azure_store: Store) -> None:
 def test_refusals_of_azure(azure_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda s: s.list(""), lambda s: s.put("key", b""), lambda s: s.read("key", 0, 1)):
         with pytest.raises(ObjectMissingError, match="no container"):
-            call(azure.AzureStore("az://missing"))
+            call(AzureStore("az://missing"))
     key = cloud_servers.AZURITE_KEY
     wrong = "A" + key[1:] if key[0] != "A" else "B" + key[1:]
     text = os.environ["AZURE_STORAGE_CONNECTION_STRING"].replace(key, wrong)
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     with pytest.raises(StorageError) as caught:
-        azure.AzureStore(azure_store.url).list("")
+        AzureStore(azure_store.url).list("")
     assert caught.value.id == "no-credentials"
     assert wrong not in f"{caught.value} {caught.value.hint}"
 
@@ -172,8 +170,8 @@ def test_an_account_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECTION_STRING", "ACCOUNT", "ACCOUNT_NAME"):
         monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
     with pytest.raises(StorageError, match="names no account"):
-        azure.AzureStore("az://container")
+        AzureStore("az://container")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountKey=verysecret")
     with pytest.raises(StorageError, match="no use") as caught:
-        azure.AzureStore("az://container")
+        AzureStore("az://container")
     assert "verysecret" not in f"{caught.value} {caught.value.hint}"

@@ -18,13 +18,13 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def client(s3_store: S3Bucket, fault_proxy: FaultProxy) -> Any:
+def client(s3_bucket: S3Bucket, fault_proxy: FaultProxy) -> Any:
     """A boto3 client that tries once and goes through the proxy."""
-    return s3_store.server.at(fault_proxy.endpoint).client
+    return s3_bucket.server.at(fault_proxy.endpoint).client
 
 
 @pytest.fixture
-def store(s3_store: S3Bucket, fault_proxy: FaultProxy) -> Any:
+def store(s3_bucket: S3Bucket, fault_proxy: FaultProxy) -> Any:
     """A store of obstore that finds the proxy by the environment and tries again, as it does."""
     stores = pytest.importorskip("obstore.store", reason="obstore is not installed")
     backoff = {
@@ -33,12 +33,12 @@ def store(s3_store: S3Bucket, fault_proxy: FaultProxy) -> Any:
         "base": 2,
     }
     retry = {"backoff": backoff, "max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-    return stores.S3Store(s3_store.name, client_options={"allow_http": True}, retry_config=retry)
+    return stores.S3Store(s3_bucket.name, client_options={"allow_http": True}, retry_config=retry)
 
 
 @pytest.fixture
-def key(s3_store: S3Bucket) -> str:
-    s3_store.put("folder/key", DATA)
+def key(s3_bucket: S3Bucket) -> str:
+    s3_bucket.put("folder/key", DATA)
     return "folder/key"
 
 
@@ -55,16 +55,16 @@ def outcome(call: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def test_what_is_forwarded_is_recorded(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any, store: Any
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any, store: Any
 ) -> None:
     import obstore
 
-    client.put_object(Bucket=s3_store.name, Key="a b/ü", Body=DATA)
-    assert s3_store.get("a b/ü") == DATA
+    client.put_object(Bucket=s3_bucket.name, Key="a b/ü", Body=DATA)
+    assert s3_bucket.get("a b/ü") == DATA
     assert bytes(obstore.get_range(store, "a b/ü", start=10, length=20)) == DATA[10:30]
     assert obstore.head(store, "a b/ü")["size"] == len(DATA)
     obstore.put(store, "other", b"1234")
-    assert s3_store.get("other") == b"1234"
+    assert s3_bucket.get("other") == b"1234"
     put, get, head, other = fault_proxy.requests
     assert (put.method, put.status) == ("PUT", 200)
     assert put.bytes_in >= len(DATA)  # a trailing checksum may follow
@@ -77,55 +77,55 @@ def test_what_is_forwarded_is_recorded(
 
 
 def test_multipart_and_ranged_copies_are_forwarded(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any, store: Any, key: str
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any, store: Any, key: str
 ) -> None:
     import obstore
 
     data = random.Random(8).randbytes(11 * MIB)
     obstore.put(store, "large", data, chunk_size=5 * MIB, max_concurrency=3)
-    assert s3_store.get("large") == data
+    assert s3_bucket.get("large") == data
     sizes = sorted(r.bytes_in for r in fault_proxy.matching("PUT .*partNumber="))
     assert sizes == [MIB, 5 * MIB, 5 * MIB]
 
-    place = {"Bucket": s3_store.name, "Key": "copy"}
+    place = {"Bucket": s3_bucket.name, "Key": "copy"}
     upload = client.create_multipart_upload(**place)["UploadId"]
-    source = {"Bucket": s3_store.name, "Key": "large"}
+    source = {"Bucket": s3_bucket.name, "Key": "large"}
     reply = client.upload_part_copy(
         **place, UploadId=upload, PartNumber=1, CopySource=source, CopySourceRange="bytes=5-1004"
     )
     part = {"PartNumber": 1, "ETag": reply["CopyPartResult"]["ETag"]}
     client.complete_multipart_upload(**place, UploadId=upload, MultipartUpload={"Parts": [part]})
-    assert s3_store.get("copy") == data[5:1005]
+    assert s3_bucket.get("copy") == data[5:1005]
     (copy,) = fault_proxy.matching("bytes=5-1004$")
     assert (copy.bytes_in, copy.bytes_out < 1000) == (0, True)
 
 
 def test_a_cut_request_never_reaches_the_server(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any
 ) -> None:
     from botocore.exceptions import HTTPClientError
 
     fault_proxy.inject(Action.CUT)
-    put = {"Bucket": s3_store.name, "Key": "key", "Body": DATA}
+    put = {"Bucket": s3_bucket.name, "Key": "key", "Body": DATA}
     assert issubclass(outcome(client.put_object, **put), HTTPClientError)
-    assert s3_store.keys() == []
+    assert s3_bucket.keys() == []
     client.put_object(**put)
-    assert s3_store.get("key") == DATA
+    assert s3_bucket.get("key") == DATA
     assert [(r.action, r.status) for r in fault_proxy.requests] == [(Action.CUT, None), (None, 200)]
 
 
 def test_a_lost_reply_leaves_its_effect(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any
 ) -> None:
     fault_proxy.inject(Action.LOSE_REPLY, "^PUT")
-    put = {"Bucket": s3_store.name, "Key": "key", "Body": DATA, "IfNoneMatch": "*"}
+    put = {"Bucket": s3_bucket.name, "Key": "key", "Body": DATA, "IfNoneMatch": "*"}
     assert isinstance(outcome(client.put_object, **put), type)
-    assert s3_store.get("key") == DATA
+    assert s3_bucket.get("key") == DATA
     assert outcome(client.put_object, **put) == "PreconditionFailed"
 
 
 def test_a_create_only_put_that_obstore_repeats_looks_like_a_conflict(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, store: Any
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, store: Any
 ) -> None:
     """Why a 412 has to be read back: this client won and is told that it lost."""
     import obstore
@@ -134,7 +134,7 @@ def test_a_create_only_put_that_obstore_repeats_looks_like_a_conflict(
     fault_proxy.inject(Action.ANSWER_AFTERWARDS, "^PUT", status=500, code="InternalError")
     with pytest.raises(AlreadyExistsError):
         obstore.put(store, "key", DATA, mode="create")
-    assert s3_store.get("key") == DATA
+    assert s3_bucket.get("key") == DATA
 
 
 @pytest.mark.parametrize(
@@ -149,22 +149,22 @@ def test_a_create_only_put_that_obstore_repeats_looks_like_a_conflict(
     ],
 )
 def test_answers_are_errors_of_s3(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any, status: int, code: str
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any, status: int, code: str
 ) -> None:
     fault_proxy.inject(Action.ANSWER, "^PUT", status=status, code=code)
-    put = {"Bucket": s3_store.name, "Key": "key", "Body": DATA}
+    put = {"Bucket": s3_bucket.name, "Key": "key", "Body": DATA}
     assert outcome(client.put_object, **put) == code
-    assert s3_store.keys() == []
+    assert s3_bucket.keys() == []
     fault_proxy.inject(Action.ANSWER_AFTERWARDS, "^PUT", status=status, code=code)
     assert outcome(client.put_object, **put) == code
-    assert s3_store.keys() == ["key"]
+    assert s3_bucket.keys() == ["key"]
     assert [r.status for r in fault_proxy.requests] == [status, status]
 
 
 def test_a_truncated_body_is_noticed_and_a_shortened_one_is_not(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any, key: str
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any, key: str
 ) -> None:
-    get = {"Bucket": s3_store.name, "Key": key, "Range": "bytes=0-999"}
+    get = {"Bucket": s3_bucket.name, "Key": key, "Range": "bytes=0-999"}
     fault_proxy.inject(Action.TRUNCATE, offset=-1)
     body = client.get_object(**get)["Body"]
     assert isinstance(outcome(body.read), type)
@@ -173,20 +173,20 @@ def test_a_truncated_body_is_noticed_and_a_shortened_one_is_not(
     assert client.get_object(**get)["Body"].read() == DATA[:999]
 
 
-def test_flipped_bits(s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any, key: str) -> None:
+def test_flipped_bits(s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any, key: str) -> None:
     fault_proxy.inject(Action.FLIP, offset=3)
-    get = {"Bucket": s3_store.name, "Key": key, "Range": "bytes=0-9"}
+    get = {"Bucket": s3_bucket.name, "Key": key, "Range": "bytes=0-9"}
     data = client.get_object(**get)["Body"].read()
     assert [i for i in range(10) if data[i] != DATA[i]] == [3]
 
     fault_proxy.inject(Action.FLIP_REQUEST, "^PUT", offset=3)
-    put = {"Bucket": s3_store.name, "Key": "new", "Body": DATA, "ChecksumAlgorithm": "CRC32C"}
+    put = {"Bucket": s3_bucket.name, "Key": "new", "Body": DATA, "ChecksumAlgorithm": "CRC32C"}
     assert isinstance(outcome(client.put_object, **put), str)
-    assert s3_store.keys("new") == []
+    assert s3_bucket.keys("new") == []
 
 
 def test_obstore_gets_over_what_passes(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, store: Any, key: str
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, store: Any, key: str
 ) -> None:
     import obstore
 
@@ -200,9 +200,9 @@ def test_obstore_gets_over_what_passes(
 
 
 def test_faults_choose_their_requests(
-    s3_store: S3Bucket, fault_proxy: FaultProxy, client: Any, key: str
+    s3_bucket: S3Bucket, fault_proxy: FaultProxy, client: Any, key: str
 ) -> None:
-    bucket = s3_store.name
+    bucket = s3_bucket.name
     fault_proxy.inject(Action.ANSWER, f"^GET .*{key}", skip=1, times=2)
     fault_proxy.inject(Action.ANSWER, "^HEAD", times=None, status=403)
     get = {"Bucket": bucket, "Key": key}
@@ -212,35 +212,35 @@ def test_faults_choose_their_requests(
     assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 1
 
 
-def test_dropped_headers_make_a_server_that_ignores_them(moto_store: S3Bucket) -> None:
+def test_dropped_headers_make_a_server_that_ignores_them(moto_bucket: S3Bucket) -> None:
     """For moto, which does not check signatures."""
-    moto_store.put("key", DATA)
-    with FaultProxy(moto_store.endpoint) as proxy:
-        client = moto_store.server.at(proxy.endpoint).client
+    moto_bucket.put("key", DATA)
+    with FaultProxy(moto_bucket.endpoint) as proxy:
+        client = moto_bucket.server.at(proxy.endpoint).client
         ignored = (("Range", ""), ("If-None-Match", ""))
         proxy.inject(Action.DROP_HEADERS, times=None, headers=ignored)
-        place = {"Bucket": moto_store.name, "Key": "key"}
+        place = {"Bucket": moto_bucket.name, "Key": "key"}
         assert len(client.get_object(**place, Range="bytes=0-9")["Body"].read()) == len(DATA)
         client.put_object(**place, Body=b"new", IfNoneMatch="*")
-        assert moto_store.get("key") == b"new"
+        assert moto_bucket.get("key") == b"new"
 
 
 def test_bandwidth_and_latency_are_waited_for(
-    fault_proxy: FaultProxy, client: Any, s3_store: S3Bucket, key: str
+    fault_proxy: FaultProxy, client: Any, s3_bucket: S3Bucket, key: str
 ) -> None:
     waits: list[float] = []
     fault_proxy.sleep = waits.append
     fault_proxy.clock = lambda: sum(waits)
     fault_proxy.latency, fault_proxy.bandwidth = 0.02, 1e6
-    client.get_object(Bucket=s3_store.name, Key=key)["Body"].read()
+    client.get_object(Bucket=s3_bucket.name, Key=key)["Body"].read()
     assert waits[0] == 0.02
     assert sum(waits[1:]) == pytest.approx(len(DATA) / 1e6)
 
 
-def test_connections_end_with_the_proxy(s3_store: S3Bucket) -> None:
-    with FaultProxy(s3_store.endpoint) as proxy:
-        client = s3_store.server.at(proxy.endpoint).client
-        client.list_objects_v2(Bucket=s3_store.name)
+def test_connections_end_with_the_proxy(s3_bucket: S3Bucket) -> None:
+    with FaultProxy(s3_bucket.endpoint) as proxy:
+        client = s3_bucket.server.at(proxy.endpoint).client
+        client.list_objects_v2(Bucket=s3_bucket.name)
         assert any("process_request_thread" in thread.name for thread in threading.enumerate())
         threads = [t for t in threading.enumerate() if "process_request_thread" in t.name]
     for thread in threads:

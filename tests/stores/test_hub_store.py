@@ -10,12 +10,12 @@ import pytest
 
 from megtool.cli.app import main
 from megtool.errors import FormatError, StorageError, UsageError
+from megtool.storage.stores.hub import HubStore
 from megtool.storage.stores.protocol import ConditionError, ObjectMissingError
 from tests.support.stores.hub_server import HubServer
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 pytest.importorskip("requests", reason="requests is not installed")
-hub_store = pytest.importorskip("megtool.storage.stores.hub")
 
 LARGE = bytes(range(256)) * 8
 TOKEN = "hf_" + "t" * 34
@@ -39,8 +39,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def store_of(suffix: str = "") -> hub_store.HubStore:
-    return hub_store.HubStore(f"hf://org/model{suffix}")
+def store_of(suffix: str = "") -> HubStore:
+    return HubStore(f"hf://org/model{suffix}")
 
 
 def test_files_are_listed_and_read(hub: HubServer) -> None:
@@ -107,9 +107,9 @@ def test_repositories_that_this_token_may_not_read(hub: HubServer, is_gated: boo
 
 def test_other_repositories_and_writing_are_refused(hub: HubServer) -> None:
     with pytest.raises(ObjectMissingError, match="no such repository"):
-        hub_store.HubStore("hf://org/missing").list("")
+        HubStore("hf://org/missing").list("")
     with pytest.raises(UsageError, match="models"):
-        hub_store.HubStore("hf://datasets/org")
+        HubStore("hf://datasets/org")
     with pytest.raises(StorageError, match="nothing is written to hf://"):
         store_of().put("key", b"")
 

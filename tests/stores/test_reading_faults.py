@@ -16,8 +16,6 @@ from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.fault_runs import CURED, FAULTS, Ending
 from tests.support.stores.s3_bucket import S3Bucket
 
-pytest.importorskip("megtool.storage.stores.s3")
-
 
 @dataclass
 class Recorded:
@@ -57,15 +55,15 @@ class Recorded:
 def recorded(
     request: pytest.FixtureRequest,
     checkpoints: dict[str, Path],
-    s3_store: S3Bucket,
+    s3_bucket: S3Bucket,
     fault_proxy: FaultProxy,
 ) -> Iterator[Recorded]:
     """The run of a verb on a format; nothing in the bucket changes."""
     verb, name = request.param
-    url = s3_store.upload(checkpoints[name], f"run/{checkpoints[name].name}")
-    before = s3_store.contents()
+    url = s3_bucket.upload(checkpoints[name], f"run/{checkpoints[name].name}")
+    before = s3_bucket.contents()
     yield Recorded(fault_proxy, (verb, url, "--threads=1"))
-    assert s3_store.contents() == before
+    assert s3_bucket.contents() == before
 
 
 @pytest.mark.parametrize("recorded", [("verify", "torch_dist")], indirect=True, ids="-".join)

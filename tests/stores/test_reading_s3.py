@@ -40,10 +40,10 @@ def megtool(*words: object, launcher: tuple[str, ...] = ()) -> dict[str, object]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_is_read_by_a_process(
-    local: Path, s3_store: S3Bucket, tmp_path: Path, name: str
+    local: Path, s3_bucket: S3Bucket, tmp_path: Path, name: str
 ) -> None:
     path = specimens.path_of(local, name)
-    url = s3_store.upload(path, path.name)
+    url = s3_bucket.upload(path, path.name)
     megtool("reshard", url, tmp_path / "hf", "--to=hf", "--no-fsync", "--dtype=float32")
     reshard(path, tmp_path / "expected", to="hf", fsync=False, dtype="float32")
     for file in sorted((tmp_path / "expected").iterdir()):
@@ -51,10 +51,10 @@ def test_a_checkpoint_is_read_by_a_process(
 
 
 def test_a_model_is_run_and_calibrated_from_a_bucket(
-    local: Path, s3_store: S3Bucket, tmp_path: Path
+    local: Path, s3_bucket: S3Bucket, tmp_path: Path
 ) -> None:
-    url = s3_store.upload(local / "torch_dist", "run")
-    data = s3_store.upload(local / "text.jsonl", "text.jsonl")
+    url = s3_bucket.upload(local / "torch_dist", "run")
+    data = s3_bucket.upload(local / "text.jsonl", "text.jsonl")
     text = megtool("generate", url, "--prompt=the model", "--max-new-tokens=3")
     assert text["answers"]
     scored = megtool("evaluate", url, f"--data={data}", "--max-tokens=100")
@@ -66,9 +66,9 @@ def test_a_model_is_run_and_calibrated_from_a_bucket(
 
 
 @pytest.mark.slow
-def test_ranks_read_a_bucket(local: Path, s3_store: S3Bucket, tmp_path: Path) -> None:
-    url = s3_store.upload(local / "torch_dist", "run")
-    data = s3_store.upload(local / "text.jsonl", "text.jsonl")
+def test_ranks_read_a_bucket(local: Path, s3_bucket: S3Bucket, tmp_path: Path) -> None:
+    url = s3_bucket.upload(local / "torch_dist", "run")
+    data = s3_bucket.upload(local / "text.jsonl", "text.jsonl")
     torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2")
     words = ("evaluate", url, f"--data={data}", "--max-tokens=100", "--tp=2", "--threads=1")
     report = megtool(*words, launcher=torchrun)

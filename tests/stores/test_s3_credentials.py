@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import StorageError
+from megtool.storage.stores import s3_client
+from megtool.storage.stores.s3 import S3Store
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-s3_module = pytest.importorskip("megtool.storage.stores.s3")
-s3_client = pytest.importorskip("megtool.storage.stores.s3_client")
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
 NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL")
@@ -37,51 +37,51 @@ def write_profile(folder: Path, server: S3Server, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_profile_holds_all_that_is_needed(
-    s3_store: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_profile(tmp_path, s3_store.server, monkeypatch)
-    store = s3_module.S3Store(s3_store.url())
+    write_profile(tmp_path, s3_bucket.server, monkeypatch)
+    store = S3Store(s3_bucket.url())
     info = store.put("key", b"data")
     assert bytes(store.read("key", 1, 2, version=info.version)) == b"at"
 
 
 def test_a_process_gives_credentials(
-    s3_store: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_profile(tmp_path, s3_store.server, monkeypatch)
+    write_profile(tmp_path, s3_bucket.server, monkeypatch)
     (tmp_path / "credentials").rename(tmp_path / "secret")
     program = tmp_path / "give"
     program.write_text(
         "#!/bin/sh\n"
-        f'echo \'{{"Version": 1, "AccessKeyId": "{s3_store.server.access_key}", '
-        f'"SecretAccessKey": "{s3_store.server.secret_key}"}}\'\n'
+        f'echo \'{{"Version": 1, "AccessKeyId": "{s3_bucket.server.access_key}", '
+        f'"SecretAccessKey": "{s3_bucket.server.secret_key}"}}\'\n'
     )
     program.chmod(0o755)
     with (tmp_path / "config").open("a") as file:
         file.write(f"credential_process = {program}\n")
-    store = s3_module.S3Store(s3_store.url())
+    store = S3Store(s3_bucket.url())
     store.put("key", b"data")
     assert bytes(store.read("key", 0, 4)) == b"data"
     program.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(StorageError) as caught:
-        s3_module.S3Store(s3_store.url())
+        S3Store(s3_bucket.url())
     assert caught.value.id == "no-credentials"
 
 
-def test_an_unknown_profile_is_told(s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_profile_is_told(s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(StorageError, match="nobody") as caught:
-        s3_module.S3Store(s3_store.url())
+        S3Store(s3_bucket.url())
     assert caught.value.id == "no-credentials"
 
 
 def test_a_machine_without_credentials_is_told(
-    s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NAMES[:2]:
         monkeypatch.delenv(name)
     with pytest.raises(StorageError, match="no credentials") as caught:
-        s3_module.S3Store(s3_store.url())
+        S3Store(s3_bucket.url())
     assert caught.value.id == "no-credentials"
     assert "AWS_SKIP_SIGNATURE" in str(caught.value.hint)
 
@@ -94,7 +94,7 @@ def silent_metadata() -> Iterator[str]:
 
 
 def test_metadata_that_say_nothing_are_asked_once(
-    s3_store: S3Bucket, silent_metadata: str, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: S3Bucket, silent_metadata: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (*NAMES[:2], "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
@@ -103,7 +103,7 @@ def test_metadata_that_say_nothing_are_asked_once(
 
     def connect() -> None:
         with pytest.raises(StorageError, match="role of the machine"):
-            s3_module.S3Store(s3_store.url())
+            S3Store(s3_bucket.url())
         ended.set()
 
     thread = threading.Thread(target=connect, daemon=True)
@@ -112,13 +112,15 @@ def test_metadata_that_say_nothing_are_asked_once(
 
 
 def test_a_public_bucket_needs_no_credentials(
-    moto_store: S3Bucket, monkeypatch: pytest.MonkeyPatch
+    moto_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moto_store.client.put_object(Bucket=moto_store.name, Key="key", Body=b"data", ACL="public-read")
+    moto_bucket.client.put_object(
+        Bucket=moto_bucket.name, Key="key", Body=b"data", ACL="public-read"
+    )
     for name in NAMES[:2]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    assert bytes(s3_module.S3Store(moto_store.url()).read("key", 0, 4)) == b"data"
+    assert bytes(S3Store(moto_bucket.url()).read("key", 0, 4)) == b"data"
 
 
 @pytest.mark.parametrize(

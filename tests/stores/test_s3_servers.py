@@ -89,18 +89,18 @@ def test_negative_servers_ignore_conditions(bucket: S3Bucket) -> None:
     assert ignored(bucket) == {"If-Match", "If-None-Match"}
 
 
-def test_the_environment_leads_every_client_to_the_server(s3_store: S3Bucket) -> None:
-    s3_store.put("from/outside", b"data")
+def test_the_environment_leads_every_client_to_the_server(s3_bucket: S3Bucket) -> None:
+    s3_bucket.put("from/outside", b"data")
     code = (
         "import boto3, sys; c = boto3.client('s3');"
         "print([o['Key'] for o in c.list_objects_v2(Bucket=sys.argv[1])['Contents']])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, s3_store.name], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, s3_bucket.name], capture_output=True, text=True, check=True
     )
     assert done.stdout == "['from/outside']\n"
-    assert os.environ["AWS_ENDPOINT_URL"] == s3_store.endpoint
-    assert s3_store.url("a") == f"s3://{s3_store.name}/a"
+    assert os.environ["AWS_ENDPOINT_URL"] == s3_bucket.endpoint
+    assert s3_bucket.url("a") == f"s3://{s3_bucket.name}/a"
 
 
 def get(url: str, **headers: str) -> tuple[int, bytes]:

@@ -23,6 +23,7 @@ from megtool.storage.stores.protocol import (
     Store,
     UploadedPart,
 )
+from megtool.storage.stores.s3 import S3Store
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
@@ -46,9 +47,7 @@ def store(request: pytest.FixtureRequest) -> Store:
         return cloud
     use_s3: Callable[[S3Server], S3Bucket] = request.getfixturevalue("use_s3")
     bucket = use_s3(request.getfixturevalue("moto" if kind == "s3-moto" else "seaweedfs"))
-    s3_module = pytest.importorskip("megtool.storage.stores.s3")
-    out: Store = s3_module.S3Store(bucket.url())
-    return out
+    return S3Store(bucket.url())
 
 
 every_store = pytest.mark.parametrize("store", ALL, indirect=True)

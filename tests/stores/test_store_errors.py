@@ -16,10 +16,10 @@ from megtool.storage.stores.protocol import (
     ObjectMissingError,
     Store,
 )
+from megtool.storage.stores.s3 import S3Store
 from tests.support.stores.fault_proxy import Action, FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 
-s3_module = pytest.importorskip("megtool.storage.stores.s3")
 DATA = random.Random(3).randbytes(1000)
 
 Call = Callable[[Store], object]
@@ -41,10 +41,10 @@ CALLS: dict[str, Call] = {
 
 
 @pytest.fixture
-def bucket(s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
+def bucket(s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
-    s3_store.put("key", DATA)
-    return s3_store
+    s3_bucket.put("key", DATA)
+    return s3_bucket
 
 
 def refusal(bucket: S3Bucket, store: Store, call: Call) -> StorageError:
@@ -63,14 +63,14 @@ def refusal(bucket: S3Bucket, store: Store, call: Call) -> StorageError:
 
 
 def test_a_bucket_that_is_missing(bucket: S3Bucket) -> None:
-    store = s3_module.S3Store("s3://bucket-nobody-made")
+    store = S3Store("s3://bucket-nobody-made")
     for name in sorted(CALLS.keys() - {"delete", "abort_upload"}):  # missing ones are no error
         assert isinstance(refusal(bucket, store, CALLS[name]), ObjectMissingError)
 
 
 def test_wrong_credentials(bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong" + bucket.server.secret_key[5:])
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     for call in CALLS.values():
         assert refusal(bucket, store, call).id == "no-credentials"
 
@@ -92,7 +92,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("code", REFUSALS)
 def test_what_a_server_refuses(bucket: S3Bucket, fault_proxy: FaultProxy, code: str) -> None:
     """It is not tried again, but for what a client asks to find the region."""
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     error_id, answer = REFUSALS[code]
     # The answer to a HEAD has no body, so the code of the error is asked for once more.
     for name, call in {**CALLS, "head": lambda store: store.head("key")}.items():
@@ -107,7 +107,7 @@ def test_what_a_server_refuses(bucket: S3Bucket, fault_proxy: FaultProxy, code: 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_passes_is_tried_again(bucket: S3Bucket, fault_proxy: FaultProxy, status: int) -> None:
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     needs_upload = {"upload_part", "list_parts", "complete_upload", "abort_upload"}
     needs_upload.add("create")  # see test_a_create_whose_reply_was_lost_succeeds
     for name in sorted(CALLS.keys() - needs_upload):
@@ -124,7 +124,7 @@ def test_what_passes_is_tried_again(bucket: S3Bucket, fault_proxy: FaultProxy, s
 def test_parts_are_tried_again(
     bucket: S3Bucket, fault_proxy: FaultProxy, action: Action, status: int
 ) -> None:
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     source = store.put("source", bytes(MIN_PART_BYTES))
     upload = store.begin_upload("new")
     fault_proxy.inject(action, "PUT .*partNumber=1", status=status)
@@ -144,7 +144,7 @@ def test_a_reply_that_breaks_off_at_once_is_not_an_empty_one(
     bucket: S3Bucket, fault_proxy: FaultProxy
 ) -> None:
     """To boto3 it is a reply without content: a bucket without objects."""
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     source = store.put("source", bytes(MIN_PART_BYTES))
     fault_proxy.inject(Action.TRUNCATE, "list-type=2", times=2)
     assert len(store.list("").objects) == 2
@@ -168,7 +168,7 @@ def test_a_create_whose_reply_was_lost_succeeds(
     bucket: S3Bucket, fault_proxy: FaultProxy, action: Action
 ) -> None:
     """It is tried again, and told apart from an object that another program wrote."""
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     fault_proxy.inject(action, "PUT", status=500, code="InternalError")
     info = store.put("new", DATA, create=True)
     assert bytes(store.read("new", 0, 1000, version=info.version)) == DATA
@@ -185,7 +185,7 @@ def test_a_replacement_whose_reply_was_lost_succeeds(
     bucket: S3Bucket, fault_proxy: FaultProxy, action: Action
 ) -> None:
     """It is tried again as well, unless another program has replaced the object meanwhile."""
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     first = store.put("new", DATA)
     fault_proxy.inject(action, "PUT", status=500, code="InternalError")
     second = store.put("new", DATA[::-1], version=first.version)
@@ -205,7 +205,7 @@ def test_a_replacement_whose_reply_was_lost_succeeds(
 def test_a_completion_whose_reply_was_lost_can_be_read_back(
     bucket: S3Bucket, fault_proxy: FaultProxy, action: Action, create: bool
 ) -> None:
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     upload = store.begin_upload("new")
     part = store.upload_part("new", upload, 1, DATA)
     fault_proxy.inject(action, "POST .*uploadId=", status=500, code="InternalError")
@@ -218,14 +218,14 @@ def test_a_completion_whose_reply_was_lost_can_be_read_back(
 def test_a_truncated_body_is_read_again(
     bucket: S3Bucket, fault_proxy: FaultProxy, offset: int
 ) -> None:
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     fault_proxy.inject(Action.TRUNCATE, "^GET", offset=offset)
     assert bytes(store.read("key", 0, 1000)) == DATA
 
 
 def test_a_body_that_is_too_short_is_no_data(bucket: S3Bucket, fault_proxy: FaultProxy) -> None:
     """Headers that agree with each other and not with the request: a broken proxy."""
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     fault_proxy.inject(Action.SHORTEN, "^GET", offset=-1, times=None)
     try:
         data = store.read("key", 0, 1000)
@@ -239,7 +239,7 @@ def test_a_bit_that_flips_on_the_way_is_refused(
     bucket: S3Bucket, fault_proxy: FaultProxy, offset: int
 ) -> None:
     """What is stored is what was sent: uploads carry a checksum."""
-    store = s3_module.S3Store(bucket.url())
+    store = S3Store(bucket.url())
     fault_proxy.inject(Action.FLIP_REQUEST, "^PUT", offset=offset, times=1)
     try:
         store.put("new", DATA)

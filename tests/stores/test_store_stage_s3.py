@@ -10,14 +10,13 @@ import pytest
 
 from megtool import reshard, verify
 from megtool.errors import DestinationError
+from megtool.storage.stores.s3 import S3Store
 from tests.support.errors import raises
 from tests.support.folders import contents
 from tests.support.models import tiny_llama
 from tests.support.stores.fault_proxy import FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
-
-S3Store = pytest.importorskip("megtool.storage.stores.s3").S3Store
 
 FORMATS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "torch_dist", "tp": 2, "pp": 2},
@@ -56,39 +55,39 @@ def uploads(bucket: S3Bucket) -> list[str]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_bucket_has_what_a_disk_has(
-    source: Path, tmp_path: Path, s3_store: S3Bucket, name: str
+    source: Path, tmp_path: Path, s3_bucket: S3Bucket, name: str
 ) -> None:
     reshard(source, tmp_path / name, **FORMATS[name])
-    reshard(source, s3_store.url(f"run/{name}"), **FORMATS[name])
-    assert objects(s3_store, f"run/{name}") == contents(tmp_path / name)
-    assert [key for key in s3_store.keys("") if ".megtool" in key] == []
-    assert uploads(s3_store) == []
+    reshard(source, s3_bucket.url(f"run/{name}"), **FORMATS[name])
+    assert objects(s3_bucket, f"run/{name}") == contents(tmp_path / name)
+    assert [key for key in s3_bucket.keys("") if ".megtool" in key] == []
+    assert uploads(s3_bucket) == []
 
 
 @pytest.mark.parametrize("name", ["torch_dist", "one.safetensors"])
-def test_objects_of_many_parts(large: Path, tmp_path: Path, s3_store: S3Bucket, name: str) -> None:
+def test_objects_of_many_parts(large: Path, tmp_path: Path, s3_bucket: S3Bucket, name: str) -> None:
     reshard(large, tmp_path / name, **FORMATS[name])
-    reshard(large, s3_store.url(name), **FORMATS[name])
-    assert objects(s3_store, name) == contents(tmp_path / name)
-    again = reshard(s3_store.url(name), tmp_path / "back", to="hf", like=large)
+    reshard(large, s3_bucket.url(name), **FORMATS[name])
+    assert objects(s3_bucket, name) == contents(tmp_path / name)
+    again = reshard(s3_bucket.url(name), tmp_path / "back", to="hf", like=large)
     assert again.tensors
-    assert uploads(s3_store) == []
+    assert uploads(s3_bucket) == []
 
 
-def test_workers_write_one_checkpoint(large: Path, tmp_path: Path, s3_store: S3Bucket) -> None:
+def test_workers_write_one_checkpoint(large: Path, tmp_path: Path, s3_bucket: S3Bucket) -> None:
     options = FORMATS["torch_dist"] | {"threads": 1}
     reshard(large, tmp_path / "out", **options)
     states = [
-        reshard(large, s3_store.url("out"), worker=f"{n}/3", **options).worker.state
+        reshard(large, s3_bucket.url("out"), worker=f"{n}/3", **options).worker.state
         for n in (1, 0, 2)
     ]
     assert states == ["waiting", "waiting", "published"]
-    assert objects(s3_store, "out") == contents(tmp_path / "out")
-    assert uploads(s3_store) == []
+    assert objects(s3_bucket, "out") == contents(tmp_path / "out")
+    assert uploads(s3_bucket) == []
 
 
 def test_what_another_program_puts_meanwhile_is_not_taken(
-    large: Path, s3_store: S3Bucket, monkeypatch: pytest.MonkeyPatch
+    large: Path, s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = dict[str, bytes]()
     complete = S3Store.complete_upload
@@ -101,32 +100,32 @@ def test_what_another_program_puts_meanwhile_is_not_taken(
 
     monkeypatch.setattr(S3Store, "complete_upload", complete_late)
     with raises(DestinationError, "another program has written this object meanwhile"):
-        reshard(large, s3_store.url("one.safetensors"), to="safetensors")
+        reshard(large, s3_bucket.url("one.safetensors"), to="safetensors")
     assert foreign
-    assert objects(s3_store, "one.safetensors") == {"": foreign["one.safetensors"]}
+    assert objects(s3_bucket, "one.safetensors") == {"": foreign["one.safetensors"]}
 
 
 @pytest.mark.slow
 def test_parts_are_sent_on_a_slow_connection(
-    large: Path, tmp_path: Path, s3_store: S3Bucket, fault_proxy: FaultProxy
+    large: Path, tmp_path: Path, s3_bucket: S3Bucket, fault_proxy: FaultProxy
 ) -> None:
     fault_proxy.bandwidth = 512 << 10  # a part of 8 MiB takes 16 seconds
-    reshard(large, s3_store.url("one.safetensors"), to="safetensors")
+    reshard(large, s3_bucket.url("one.safetensors"), to="safetensors")
     fault_proxy.bandwidth = None
     reshard(large, tmp_path / "one.safetensors", to="safetensors")
-    assert objects(s3_store, "one.safetensors") == contents(tmp_path / "one.safetensors")
+    assert objects(s3_bucket, "one.safetensors") == contents(tmp_path / "one.safetensors")
 
 
 def test_the_server_copies_large_tensors(
-    large: Path, tmp_path: Path, s3_store: S3Bucket, fault_proxy: FaultProxy
+    large: Path, tmp_path: Path, s3_bucket: S3Bucket, fault_proxy: FaultProxy
 ) -> None:
-    reshard(large, s3_store.url("source"), to="torch_dist")
+    reshard(large, s3_bucket.url("source"), to="torch_dist")
     sent = fault_proxy.bytes_in()
-    report = reshard(s3_store.url("source"), s3_store.url("out"), to="dcp", like=large)
+    report = reshard(s3_bucket.url("source"), s3_bucket.url("out"), to="dcp", like=large)
     assert report.kernel_bytes > report.num_bytes // 3  # layers are too small for parts
     assert fault_proxy.bytes_in() - sent < report.num_bytes - report.kernel_bytes + 1_000_000
     reshard(large, tmp_path / "local", to="torch_dist")
-    assert verify(s3_store.url("out"), tmp_path / "local").exit_status == 0
+    assert verify(s3_bucket.url("out"), tmp_path / "local").exit_status == 0
 
 
 @pytest.mark.parametrize("name", ["nanio", pytest.param("rclone", marks=pytest.mark.slow)])

@@ -13,8 +13,6 @@ from tests.support.stores.fault_proxy import Action, FaultProxy
 from tests.support.stores.s3_bucket import S3Bucket
 from tests.support.stores.s3_servers import S3Server
 
-pytest.importorskip("megtool.storage.stores.s3")
-
 
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest, use_s3: Callable[[S3Server], S3Bucket]) -> S3Bucket:
@@ -47,13 +45,13 @@ IGNORED_RANGES = {"times": None, "headers": (("Range", ""),)}
 
 
 def test_a_store_that_ignores_ranges_is_no_source(
-    tmp_path: Path, moto_store: S3Bucket, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, moto_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
     tensors = {name: np.zeros(6 << 20, np.float32) for name in ("a", "b")}
     numpy.save_file(tensors, tmp_path / "model.safetensors")
-    url = moto_store.upload(tmp_path, "run")
-    with FaultProxy(moto_store.endpoint) as proxy:
+    url = moto_bucket.upload(tmp_path, "run")
+    with FaultProxy(moto_bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         proxy.inject(Action.DROP_HEADERS, "^GET", **IGNORED_RANGES)
         ending = fault_runs.run("inspect", url)
@@ -63,13 +61,13 @@ def test_a_store_that_ignores_ranges_is_no_source(
 
 
 def test_a_store_that_ignores_ranges_is_no_destination(
-    checkpoints: dict[str, Path], moto_store: S3Bucket, monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Path], moto_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FaultProxy(moto_store.endpoint) as proxy:
+    with FaultProxy(moto_bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         proxy.inject(Action.DROP_HEADERS, "^GET", **IGNORED_RANGES)
-        ending = fault_runs.run("reshard", checkpoints["hf"], moto_store.url("out/new"))
+        ending = fault_runs.run("reshard", checkpoints["hf"], moto_bucket.url("out/new"))
     assert (ending.status, ending.report["error"]["id"]) == (2, "unsafe-store")
     assert "range" in ending.report["error"]["message"]
-    assert moto_store.keys() == []
-    assert moto_store.uploads() == {}
+    assert moto_bucket.keys() == []
+    assert moto_bucket.uploads() == {}

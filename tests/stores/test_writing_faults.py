@@ -19,8 +19,6 @@ from tests.support.stores.fault_proxy import FaultProxy, ProxiedRequest
 from tests.support.stores.fault_runs import CURED, FAULTS, Ending
 from tests.support.stores.s3_bucket import S3Bucket
 
-pytest.importorskip("megtool.storage.stores.s3")
-
 FLIPS = {name for name in FAULTS if "flipped" in name}
 """Not told by a source without digests, unless the connection is encrypted."""
 DATA = re.compile(r"^PUT /[^/]+/[^/]+/new/(?!\.)")
@@ -119,32 +117,34 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(
-    checkpoints: dict[str, Path], s3_store: S3Bucket, fault_proxy: FaultProxy
+    checkpoints: dict[str, Path], s3_bucket: S3Bucket, fault_proxy: FaultProxy
 ) -> RecordedReshard:
     """Objects of one part."""
-    source = s3_store.upload(checkpoints["hf"], "source")
+    source = s3_bucket.upload(checkpoints["hf"], "source")
     options = ("--to=torch_dist", "--tp=2", "--threads=1", "--digest=all")
-    return RecordedReshard(s3_store, fault_proxy, source, options)
+    return RecordedReshard(s3_bucket, fault_proxy, source, options)
 
 
 @pytest.fixture
 def wide(
     wide_model: Path,
-    s3_store: S3Bucket,
+    s3_bucket: S3Bucket,
     fault_proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> RecordedReshard:
     """Objects of several parts, some of which the store copies."""
     monkeypatch.setattr(part_layout, "PART_BYTES", 5 << 20)
-    source = s3_store.upload(wide_model, "source")
+    source = s3_bucket.upload(wide_model, "source")
     options = ("--to=dcp", "--threads=1")
-    return RecordedReshard(s3_store, fault_proxy, source, options)
+    return RecordedReshard(s3_bucket, fault_proxy, source, options)
 
 
-def test_a_place_that_was_emptied_is_free(checkpoints: dict[str, Path], s3_store: S3Bucket) -> None:
-    s3_store.put("new/folder/key", b"data")
-    s3_store.delete("new/folder/key")
-    ending = fault_runs.run("reshard", checkpoints["hf"], s3_store.url("new"))
+def test_a_place_that_was_emptied_is_free(
+    checkpoints: dict[str, Path], s3_bucket: S3Bucket
+) -> None:
+    s3_bucket.put("new/folder/key", b"data")
+    s3_bucket.delete("new/folder/key")
+    ending = fault_runs.run("reshard", checkpoints["hf"], s3_bucket.url("new"))
     assert ending.status == 0, ending
 
 
