@@ -89,6 +89,9 @@ def test_the_docs_name_the_extras_that_exist(checkout: Path, project: dict[str, 
     page = (checkout / "docs/getting-started/install.md").read_text()
     table = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert table == extras - {"lint", "test"}
+    (all_of,) = re.findall(r"^\| `all` \| (.+) \|$", page, re.MULTILINE)
+    (meant,) = project["project"]["optional-dependencies"]["all"]
+    assert set(re.findall(r"`(\w+)`", all_of)) == set(re.findall(r"\w+", meant)) - {"megtool"}
     pages = [checkout / "README.md", *(checkout / "docs").rglob("*.md")]
     text = "\n".join(path.read_text() for path in pages)
     named = {

@@ -141,7 +141,7 @@ def _differences(report: VerifyReport) -> PageTable:
             PageColumn(name="elements", kind="count"),
             PageColumn(name="differ", kind="count"),
             PageColumn(name="by at most", kind="number"),
-            PageColumn(name="relative", kind="number"),
+            PageColumn(name="relative to B", kind="number"),
             PageColumn(name="text"),
         ],
         rows=[

@@ -1,4 +1,4 @@
-"""Checks that a place in a store can and may be written, without writing."""
+"""Checks that a place in a store can and may be written, before anything is written there."""
 
 from __future__ import annotations
 
