@@ -21,6 +21,7 @@ from megtool.storage.stores.protocol import (
     ObjectMissingError,
     Upload,
     UploadedPart,
+    by_key,
     truncated,
 )
 from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
@@ -230,6 +231,7 @@ class S3Store(BucketUrl):
             token = to_text(page.get("NextContinuationToken"), "token of the next page", place)
             limit.add(len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ())), token)
             arguments["ContinuationToken"] = token
+        objects.sort(key=by_key)  # SeaweedFS goes through folders: `a/c` is before `a-b`
         return Listing(objects=tuple(objects), prefixes=tuple(prefixes))
 
     def read(self, key: str, offset: int, num_bytes: int, *, version: str = "") -> memoryview:
