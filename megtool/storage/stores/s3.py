@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -37,6 +36,14 @@ from megtool.storage.stores.s3_errors import (
     reply_of,
 )
 from megtool.storage.stores.s3_range import BrokenReplyError, first_bytes, first_line, read_range
+from megtool.storage.stores.s3_upload import (
+    as_body,
+    join_ids,
+    name_of,
+    new_name,
+    quoted_tag,
+    store_id_of,
+)
 
 T = TypeVar("T")
 
@@ -49,10 +56,6 @@ _DAMAGED = {
 
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What boto3 raises beside its own errors for replies whose fields are not those of S3."""
-
-_NAME_BYTES = 8
-_SEPARATOR = "|"
-"""Between the name of an upload, in the metadata of its object, and the id that the store gave."""
 
 _PAGE = 1000
 _MULTI_DELETE = 4
@@ -421,7 +424,7 @@ class S3Store(BucketUrl):
 
         The id begins with a name, which the object that is made of the upload will have.
         """
-        name = secrets.token_hex(_NAME_BYTES)
+        name = new_name()
         reply = self._call(
             key,
             self._client.create_multipart_upload,
@@ -429,23 +432,23 @@ class S3Store(BucketUrl):
             Key=key,
             Metadata={UPLOAD_METADATA: name},
         )
-        return f"{name}{_SEPARATOR}{reply['UploadId']}"
+        return join_ids(name, reply["UploadId"])
 
     def upload_part(
         self, key: str, upload_id: str, number: int, data: bytes | memoryview
     ) -> UploadedPart:
         """See `Store.upload_part`."""
-        body = _as_body(data)
+        body = as_body(data)
         reply = self._call(
             key,
             self._client.upload_part,
             Key=key,
-            UploadId=_id_of(upload_id),
+            UploadId=store_id_of(upload_id),
             PartNumber=number,
             Body=body,
             **self._checksum(body),
         )
-        return UploadedPart(number=number, size=len(body), tag=_tag(reply["ETag"]))
+        return UploadedPart(number=number, size=len(body), tag=quoted_tag(reply["ETag"]))
 
     def copy_part(
         self,
@@ -462,18 +465,18 @@ class S3Store(BucketUrl):
             self._client.upload_part_copy,
             field="CopyPartResult",
             Key=key,
-            UploadId=_id_of(upload_id),
+            UploadId=store_id_of(upload_id),
             PartNumber=number,
             CopySource={"Bucket": self._bucket, "Key": source.key},
             CopySourceRange=f"bytes={offset}-{offset + num_bytes - 1}",
             CopySourceIfMatch=source.version,
         )
-        tag = _tag(reply["CopyPartResult"]["ETag"])
+        tag = quoted_tag(reply["CopyPartResult"]["ETag"])
         return UploadedPart(number=number, size=num_bytes, tag=tag)
 
     def list_parts(self, key: str, upload_id: str) -> Sequence[UploadedPart]:
         """See `Store.list_parts`."""
-        arguments: dict[str, Any] = {"Key": key, "UploadId": _id_of(upload_id)}
+        arguments: dict[str, Any] = {"Key": key, "UploadId": store_id_of(upload_id)}
         newest: dict[int, tuple[Any, UploadedPart | None]] = {}
         place = self._place(key)
         limit = ListingLimit(place)
@@ -482,7 +485,7 @@ class S3Store(BucketUrl):
             for item in page.get("Parts", ()):
                 number = to_size(item.get("PartNumber"), place)
                 time_ = _to_ns(item.get("LastModified"))
-                tag = _tag(to_text(item.get("ETag"), "ETag", place, max_length=1024))
+                tag = quoted_tag(to_text(item.get("ETag"), "ETag", place, max_length=1024))
                 part = UploadedPart(number=number, size=to_size(item.get("Size"), place), tag=tag)
                 before, other = newest.get(number, (None, None))
                 # SeaweedFS lists a replaced part beside the one that replaced it. Of two of one
@@ -533,7 +536,7 @@ class S3Store(BucketUrl):
                 key,
                 self._single.complete_multipart_upload,
                 Key=key,
-                UploadId=_id_of(upload_id),
+                UploadId=store_id_of(upload_id),
                 MultipartUpload={"Parts": chosen},
                 **({"IfNoneMatch": "*"} if create else {}),
             )
@@ -563,40 +566,19 @@ class S3Store(BucketUrl):
                 return False
             self._explain(info.key)
             self._raise(answer, info.key, e)
-        name, separator, _ = upload_id.partition(_SEPARATOR)
-        return bool(separator and reply.get("Metadata", {}).get(UPLOAD_METADATA) == name)
+        name = name_of(upload_id)
+        return bool(name and reply.get("Metadata", {}).get(UPLOAD_METADATA) == name)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """See `Store.abort_upload`."""
         with contextlib.suppress(ObjectMissingError):
             self._call(
-                key, self._client.abort_multipart_upload, Key=key, UploadId=_id_of(upload_id)
+                key, self._client.abort_multipart_upload, Key=key, UploadId=store_id_of(upload_id)
             )
 
 
 def _info(key: str, size: int, version: str, modified: Any) -> ObjectInfo:
     return ObjectInfo(key=key, size=size, version=version, modified_ns=_to_ns(modified))
-
-
-def _as_body(data: bytes | memoryview) -> bytes | bytearray:
-    """What boto3 sends without a copy: no memoryview, but all of what one shows."""
-    if isinstance(data, bytes):
-        return data
-    whole = data.obj
-    if isinstance(whole, bytes | bytearray) and len(whole) == data.nbytes:
-        return whole
-    return bytes(data)
-
-
-def _id_of(upload_id: str) -> str:
-    """The id that the store gave an upload."""
-    name, separator, rest = upload_id.partition(_SEPARATOR)
-    return rest if separator and len(name) == 2 * _NAME_BYTES else upload_id
-
-
-def _tag(text: str) -> str:
-    """The tag of a part with its quotes, which some stores leave out in some replies."""
-    return f'"{text.strip(chr(34))}"'
 
 
 def _to_ns(time_: Any) -> int:
