@@ -100,7 +100,7 @@ def _describe_model(
             config=config,
             hf_config=stated,
             unsupported=unsupported,
-            dropped=removed | dropped,
+            dropped=dropped | removed,
         )
     if "gguf" in catalogue.metadata:
         facts = catalogue.metadata["gguf"]
@@ -144,7 +144,7 @@ def _describe_by_args(
         config=config,
         assumed=assumed,
         unsupported=_unsupported(plain),
-        dropped=removed | dropped,
+        dropped=dropped | removed,
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megtool.convert.config.activation import Activation
 from megtool.convert.config.hybrid import hybrid_form
 from megtool.convert.config.keys import Setting, read_settings, write_settings
 from megtool.convert.families.nested import Nested, TextConfig
@@ -94,10 +93,7 @@ class Family:
         keys: list[str] = []
         for setting in self.settings:
             keys += setting.complete(values, unsaid)
-            if isinstance(setting, Activation) and _is_gated_gelu(setting, config):
-                values["activation"] = setting.default  # args have one word for all of them
-        known_values = {n: values[n] for n in (*unsaid, "activation")}
-        return config.with_fields(**known_values), tuple(keys)
+        return config.with_fields(**{n: values[n] for n in unsaid}), tuple(keys)
 
     def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
         """The keys of a config.json; those it was once read from are preserved."""
@@ -112,8 +108,3 @@ class Family:
         if dtype is not None:
             out["dtype" if "dtype" in out else "torch_dtype"] = dtype
         return out
-
-
-def _is_gated_gelu(setting: Activation, config: ModelConfig) -> bool:
-    kinds = (config.mlp.activation, setting.default)
-    return config.mlp.gated and all("gelu" in kind for kind in kinds)
