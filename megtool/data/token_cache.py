@@ -102,7 +102,7 @@ class TokenCache:
         digest = hashlib.sha256()
         for document, length in enumerate(self.lengths.tolist()):
             digest.update(length.to_bytes(8, "little"))
-            digest.update(self.tokens(document, 0, length))
+            digest.update(self.tokens(document, 0, length).data)
             mask = self.learned(document, 0, length)
             if mask is not None and not mask.all():
                 digest.update(np.packbits(mask).tobytes())

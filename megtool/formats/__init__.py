@@ -114,7 +114,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat(
         contents={
             "torch_dist": "Megatron-Core's distributed checkpoint: before and after core 0.19, "
-            "stacked or per-layer keys, NeMo 2 folders (`weights/` and `context/`), "
+            "stacked or per-layer keys, NeMo 2 folders (`weights/` and `context/`), NeMo 1's "
+            "(`model_weights/` and `model_config.yaml`), "
             "Megatron-Bridge's `run_config.yaml`",
             "dcp": "plain `torch.distributed.checkpoint`, as FSDP2 and Megatron-FSDP "
             "(`fsdp_dtensor`) write it",
@@ -129,7 +130,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat(
         contents={
             "megatron": "Megatron's legacy `torch` format: `mp_rank_TT[_PPP][_EEE]/"
-            "model_optim_rng.pt` and `distrib_optim.pt`; a tensor that no Megatron module has is "
+            "model_optim_rng.pt` and `distrib_optim.pt`, also of Megatron before its core; a tensor that no Megatron module has is "
             "whole in every rank's file only with `--replicate GLOB`; formats with global shapes "
             "carry it with a warning",
         },
@@ -159,7 +160,8 @@ FORMATS: tuple[CheckpointFormat, ...] = (
         contents={
             "torch_checkpointing": "PyTorch's `torch_checkpointing`: a file `ITEM_RANK.pt` for "
             "each item and rank (safetensors and JSON are read, too), and `metadata.pkl`, which "
-            "is not run",
+            "is not run; without it, DTensors in the files say where they lie, as in verl's "
+            "`model_world_size_N_rank_R.pt`",
         },
         module="megtool.formats.torch_checkpointing.reader",
         description="a folder with metadata.pkl or model_0.pt",

@@ -271,14 +271,16 @@ def _find_expansion(tree: Any) -> str:
             continue
         key = id(node)
         parts: Sequence[Any]
-        pairs = dict_items(node)
-        if isinstance(node, Inert) and pairs is None:
+        if (pairs := dict_items(node)) is not None:
+            parts = [part for pair in pairs for part in pair]
+        elif isinstance(node, Inert):
             # Its parts do not count as its own: objects may refer to their parents.
             if key not in sizes:
                 sizes[key] = 1, 0
                 stack.extend((part, False) for part in _parts_of(node))
             continue
-        parts = [part for pair in pairs for part in pair] if pairs is not None else list(node)
+        else:
+            parts = list(node)
         if is_left:
             inner = [sizes.get(id(part), (1, 0)) for part in parts]
             size = 1 + sum(count for count, _ in inner)

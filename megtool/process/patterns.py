@@ -7,6 +7,7 @@ the package `regex`, which can be stopped.
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import threading
 import time
@@ -33,8 +34,7 @@ class Pattern:
     """
 
     def __init__(self, text: str) -> None:
-        import regex
-
+        regex: Any = importlib.import_module("regex")
         if len(text) > MAX_PATTERN_CHARACTERS:
             raise re.error(f"it has {len(text):,} characters, {MAX_PATTERN_CHARACTERS:,} at most")
         self.text = text

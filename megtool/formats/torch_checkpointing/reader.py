@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -465,7 +465,9 @@ class _Builder:
             out |= {f"hf/{name}": path for name, path in files.items()}
         return out
 
-    def _fail(self, message: str, name: str, file: Path | None = None, hint: str = _STALE) -> None:
+    def _fail(
+        self, message: str, name: str, file: Path | None = None, hint: str = _STALE
+    ) -> NoReturn:
         raise FormatError(message, file=file or self.root, tensor=name, hint=hint)
 
 

@@ -419,9 +419,8 @@ def _token_headers(url: str) -> Callable[[], Mapping[str, str]]:
 
 def _check_page(page: Any, place: str) -> None:
     """Raise if a page of a listing has no objects with names, or prefixes that are no text."""
-    items, prefixes = (
-        (page.get("items", []), page.get("prefixes", [])) if isinstance(page, dict) else (None, [])
-    )
+    items: Any = page.get("items", []) if isinstance(page, dict) else None
+    prefixes: Any = page.get("prefixes", []) if isinstance(page, dict) else None
     is_page = isinstance(items, list) and isinstance(prefixes, list)
     if not is_page or not all(isinstance(item, dict) for item in items):
         raise odd_reply(place, "it is no page of a listing")
