@@ -262,6 +262,7 @@ ERROR_IDS: Mapping[type[MegtoolError], Mapping[str, str]] = {
     MappingError: {
         "modelopt-quantizers": "what ModelOpt's quantizers hold would be lost",
         "missing-tensors": "tensors of the model are missing",
+        "false-copy": "a tensor that should be a copy of another is none",
         "no-model-config": "the checkpoint does not say which model it is",
         "unsupported-model": "a setting of the model is not supported",
         "setting-lost": "what is written would not hold a setting that the model computes by",

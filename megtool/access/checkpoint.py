@@ -239,10 +239,12 @@ def identify(headers: Headers, options: SourceOptions, *, optimizer: bool) -> Ch
         MappingError: its tensors do not fit the model that it names.
     """
     try:
-        return open_source(headers, options, optimizer=optimizer)
+        return open_source(headers, options, optimizer=optimizer, compare_copies=False)
     except UnknownTensorsError:  # a family's names have no place for modules' extra states
         states = TensorFilter(ignore=is_extra_state)
-        return open_source(headers, options, optimizer=optimizer, tensors=states)
+        return open_source(
+            headers, options, optimizer=optimizer, tensors=states, compare_copies=False
+        )
 
 
 def stream(

@@ -30,7 +30,7 @@ def find_scale_faults(catalogue: Catalogue, path: Path) -> Iterator[tuple[str, s
     states = [stored for name, stored in catalogue.objects.items() if is_extra_state(name)]
     if all(is_empty_value(read_object(catalogue, stored)) for stored in states):
         return  # not trained in FP8: the model need not be opened
-    source = open_source(path, SourceOptions(), lenient=True, optimizer=False)
+    source = open_source(path, SourceOptions(), lenient=True, compare_copies=False, optimizer=False)
     for module in collect_fp8_state(source).states:
         if not module.state.is_delayed:
             continue

@@ -56,7 +56,7 @@ def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectR
 
 
 def _inspect(options: InspectOptions, progress: Progress, scan: SharedScan | None) -> InspectReport:
-    source = open_source(options.source, options, lenient=True)
+    source = open_source(options.source, options, lenient=True, compare_copies=False)
     catalogue = source.catalogue
     threads = default_threads(options.threads, options.source)
     stacked = find_stacked_layers(catalogue.tensors)

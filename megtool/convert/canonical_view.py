@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megtool.convert.families.family import Family
 from megtool.convert.language.binding import MatchedTensors
 from megtool.convert.language.canonical import VOCABULARY, CanonicalModel
 from megtool.dtypes import dtype
+from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -34,6 +36,24 @@ class CanonicalView(MatchedTensors):
         """The canonical tensors of the model's other parts than its text, without their state."""
         prefixes = tuple(t.name for t in self.family.towers) if self.family else ()
         return [n for n in self.canonical if n.startswith(prefixes)] if prefixes else []
+
+
+@dataclass(frozen=True, slots=True)
+class FalseCopy:
+    """A stored tensor that is said to repeat another, and does not.
+
+    With `flag` at `value` in the configuration it is a tensor of the model; "" where nothing makes
+    it one.
+    """
+
+    name: str
+    original: str
+    difference: str
+    flag: str = ""
+    value: bool = False
+
+    def __str__(self) -> str:
+        return f"not a copy of {self.original}, though it should be: {self.difference}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,4 +108,26 @@ def canonical_side(config: ModelConfig, layers: Collection[str] | None = None) -
         placements={n: Placement.identity(n, t.shape) for n, t in canonical.items()},
         canonical=canonical,
         config=config,
+    )
+
+
+_OWN_MTP_END = re.compile(r"mtp\.\d+\.(?:embed|head)\.weight")
+
+
+def refuse_own_mtp_ends(unplaced: Sequence[str], source: CanonicalView, dialect: str) -> None:
+    """Refuse to leave out an embedding or a head of multi-token prediction's own.
+
+    Raises:
+        MappingError: one of the tensors without a place is such; the message names it.
+    """
+    own = [n for n in unplaced if _OWN_MTP_END.fullmatch(n)]
+    if not own:
+        return
+    first = source.placements[own[0]].stored
+    what = "embedding" if own[0].endswith("embed.weight") else "output layer"
+    raise MappingError(
+        f"multi-token prediction has an {what} of its own; {dialect!r} has the model's",
+        tensor=first,
+        hint=f"--to hf keeps it; --exclude '{first}' leaves it out, which drafts other tokens",
+        error_id="unsupported-model",
     )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
+from megtool.convert.canonical_view import CanonicalView, Padding, TargetView, refuse_own_mtp_ends
 from megtool.convert.config.hybrid import (
     GPT,
     HYBRID,
@@ -258,6 +258,7 @@ def _read_states(
         out.dropped.extend((stored[key], reason) for key, reason in reading.dropped)
         if not state:
             out.copies.update({stored[key]: of for key, of in reading.copies.items()})
+            out.keeping.update({stored[key]: flag for key, flag in reading.keeping.items()})
         out.padding.update({stored[key]: rows for key, rows in reading.padding.items()})
         unmatched += [stored[key] for key in reading.unmatched]
     return unmatched
@@ -394,6 +395,7 @@ def write_side(
             continue
         writing = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
         if writing.unplaced:
+            refuse_own_mtp_ends(writing.unplaced, source, dialect)
             raise _homeless(
                 writing.unplaced, canonical, dialect, binding.rows, binding.model, state
             )

@@ -130,7 +130,7 @@ def local_tensors(
         dense = ranks.get(RankPlace(seat.stage, chunk, 0, seat.tp), ())
         experts = ranks.get(RankPlace(seat.stage, chunk, seat.ep, seat.etp), ())
         for p in dense:
-            if not p.is_expert:
+            if not (p.is_expert or p.key in members):  # a copy for another chunk is the same tensor
                 members[p.key].append(p)
         for p in experts:
             if p.is_expert:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.dtypes import DType
+from megtool.errors import FormatError
 from megtool.export.quantized_module import QuantizedModule
 from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.small_floats import single
@@ -41,11 +42,27 @@ class SmallTensorReader(StoredNumbers):
                 return value if candidate == role else reciprocal(value)
         return None
 
+    def read_number(self, name: str) -> Floats:
+        """The one number of a stored tensor, whether it has no dimensions or those of size 1.
+
+        Raises:
+            FormatError: it has several, or none.
+        """
+        values = self.read(name)
+        if values.size != 1:
+            raise FormatError(
+                f"it has {values.size} numbers, where one scale is expected",
+                file=self._reader.catalogue.root,
+                tensor=name,
+                hint="the folder is of another method, or damaged: export it again",
+            )
+        return values.reshape(())
+
     def read_input_scale(self, module: QuantizedModule) -> Floats | None:
         """What the inputs of a module are divided by, None where they have no stored scale."""
         if not module.input_scale:
             return None
-        value = self.read(module.input_scale).reshape(())
+        value = self.read_number(module.input_scale)
         return reciprocal(value) if module.input_divides else value
 
     def __enter__(self) -> SmallTensorReader:

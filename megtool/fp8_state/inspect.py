@@ -56,7 +56,11 @@ def inspect_amax(
         MegtoolError: there is no checkpoint, it is broken, or a state is damaged or hostile.
     """
     checkpoint = open_source(
-        path, SourceOptions(iteration=iteration), lenient=True, optimizer=False
+        path,
+        SourceOptions(iteration=iteration),
+        lenient=True,
+        compare_copies=False,
+        optimizer=False,
     )
     scaling = collect_fp8_state(checkpoint)
     amaxes: dict[Site, float] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megtool.errors import MappingError
+from megtool.errors import LayoutError, MappingError
 from megtool.plan.copies import Fill, Op, PlanEntry, PlanSource
 from megtool.tensors.box import numel
 from megtool.tensors.catalogue import Catalogue
@@ -20,23 +20,41 @@ View = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _Refined = dict[tuple[View, View], tuple[View, View]]
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedNames:
+    """Further names of stored tensors, the canonical one of each, and where parts are read."""
+
+    names: Mapping[str, str]
+    parts: Mapping[str, Placement]
+
+
 def build_entries(
     sources: Sequence[PlanSource],
     target: Catalogue,
     placements: Mapping[str, Placement],
     fills: Sequence[Fill],
-    copies: Mapping[str, str],
+    copies: CopiedNames,
     shares: Sequence[float],
 ) -> list[PlanEntry]:
     """The entries of a plan, fills last; see `planner.build_plan` for arguments and errors."""
     refined: _Refined = {}
     out: list[PlanEntry] = []
     for name, p in placements.items():
-        source_name = copies.get(name, name)
+        source_name = copies.names.get(name, name)
+        part = copies.parts.get(name)
+        if part is not None and (shares or sources[0].updates.get(source_name)):
+            if part.is_identity:  # another copy of all of it, and it is the original that is used
+                part = None
+            else:
+                raise LayoutError(
+                    "ranks of this layout hold parts of a tensor that is computed here",
+                    tensor=source_name,
+                    hint="write one that ranks divide evenly (--tp, --ep), or torch_dist",
+                )
         if shares and _is_float_target(p, target):
             out += _reduction_entries(name, source_name, p, sources, target, shares, len(out))
         else:
-            entry = _copy_entry(name, source_name, p, sources, target, refined)
+            entry = _copy_entry(name, source_name, p, sources, target, refined, part)
             updates = sources[entry.source_index].updates.get(source_name)
             out.append(_merge_entry(entry, updates, sources, target) if updates else entry)
     return out + [_fill_entry(f, target) for f in fills]
@@ -59,8 +77,9 @@ def _copy_entry(
     sources: Sequence[PlanSource],
     target: Catalogue,
     refined: _Refined,
+    part: Placement | None,
 ) -> PlanEntry:
-    """One tensor's entry: named `name`, read from `source_name` of the sources."""
+    """One tensor's entry: named `name`, read from `source_name` of the sources, or a part of it."""
     index = next((i for i, s in enumerate(sources) if source_name in s.placements), None)
     if index is None:
         raise MappingError(
@@ -69,6 +88,7 @@ def _copy_entry(
             error_id="missing-tensors",
         )
     source, source_placement = sources[index].catalogue, sources[index].placements[source_name]
+    source_placement = part or source_placement
     source_tensor, target_tensor = (
         _tensor_number(source_placement, source),
         _tensor_number(target_placement, target),

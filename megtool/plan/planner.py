@@ -24,7 +24,7 @@ from megtool.plan.copies import (
     ShardPieces,
 )
 from megtool.plan.coverage import check_placements
-from megtool.plan.entries import View, build_entries, placement_view
+from megtool.plan.entries import CopiedNames, View, build_entries, placement_view
 from megtool.plan.work_units import choose_unit_size
 from megtool.process.worker_identity import WorkerIdentity
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
@@ -44,6 +44,7 @@ def build_plan(
     fills: Sequence[Fill] = (),
     dropped: Sequence[DroppedItem] = (),
     copies: Mapping[str, str] | None = None,
+    parts: Mapping[str, Placement] | None = None,
     shares: Sequence[float] = (),
     feeds: Sequence[TensorFeed] = (),
     options: str = "",
@@ -53,8 +54,9 @@ def build_plan(
 
     `placements` locate each canonical tensor in the target; the first source that places the tensor
     provides it. If the target stores a tensor several times (for example once per tensor-parallel
-    rank), it has further names, which `copies` maps to the canonical one. With `shares`, one per
-    source, the target is their weighted sum: every source that places a float tensor adds to it.
+    rank), it has further names, which `copies` maps to the canonical one; of those that are a part
+    of it, `parts` is the placement in the source. With `shares`, one per source, the target is
+    their weighted sum: every source that places a float tensor adds to it.
     `feeds` fill what no placement does. `options` is part of the fingerprint, and so are the
     elements of all updates, which are read for it.
     The copies are those of the share of `worker` alone, unless that takes the plan of all: with
@@ -68,7 +70,8 @@ def build_plan(
     """
     catalogues = tuple(s.catalogue for s in sources)
     copies = copies or {}
-    entries = build_entries(sources, target.catalogue, placements, fills, copies, shares)
+    copied = CopiedNames(copies, parts or {})
+    entries = build_entries(sources, target.catalogue, placements, fills, copied, shares)
     width = max([len(e.shape) for e in entries], default=0)
     share = None
     if worker is not None and not feeds and not _has_interleaved(entries, catalogues, target):

@@ -145,6 +145,7 @@ def plan_reshard(
         fills=target.fills,
         dropped=dropped,
         copies=copies,
+        parts=target.parts,
         shares=average.shares if average else (),
         feeds=feeds,
         options=repr((__version__, execution.digest_mode.value, amax, source.pruning, settings)),

@@ -79,10 +79,13 @@ def take_inventory(source: CheckpointSource, target: Target, plan: ReshardPlan) 
                 changed.add(name)
     moved_files, derived_files, dropped_files = _sort_files(source, target)
     tensors = {t.name for t in catalogue.tensors} | {s.name for s in catalogue.ignored}
+    repeated = {p.stored for p in target.parts.values() if p.is_identity} & used.keys()
     dropped: dict[str, dict[str, DroppedItem]] = {kind: {} for kind in KINDS}
     for d in plan.dropped:
         is_file = d.name in catalogue.auxiliary_files
         kind = FILES if is_file else TENSORS if d.name in tensors else OBJECTS
+        if kind == TENSORS and d.name in repeated:
+            continue
         if kind == TENSORS and d.name in used:  # in part
             changed.add(d.name)
         else:

@@ -52,7 +52,7 @@ from megtool.run_state.optimizer import LEGACY, choose_optimizer, uses_local_lay
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.source.held_settings import find_fitting_families
 from megtool.source.open import tensor_blocks
-from megtool.source.repeated_tensors import find_false_copies
+from megtool.source.repeated_tensors import refuse_false_copies
 from megtool.tensors.catalogue import Catalogue, Destination
 
 MEGATRON = ("torch_dist", "megatron")
@@ -150,9 +150,11 @@ def make_target(
         FormatError: an object would be written that names what no checkpoint needs.
         UsageError: options that do not fit the format or each other.
         LayoutError: the layout does not divide the model.
-        MappingError: the target needs a family that is not known.
+        MappingError: the target needs a family that is not known, or a tensor that should be a copy
+            of another is none.
     """
     kind = choose_format(source.catalogue, options.to)
+    refuse_false_copies(source)
     source, foreign = screen_source(
         source, drop=options.drop_objects, only_tensors=kind in _WITHOUT_PICKLES
     )
@@ -205,8 +207,7 @@ def make_target(
         side=side,
         destination=Destination(catalogue=source.catalogue, fragments=[]),
         fills=[make_fill(f.placement, f.value) for f in side.fills],
-        dropped=_dropped_tensors(source, side, verify_master_weights=options.verify_master_weights)
-        + foreign,
+        dropped=_dropped_tensors(source, side) + foreign,
         optimizer_format=optimizer,
     )
     if add is not None:
@@ -428,22 +429,19 @@ def _is_done(rename: str, names: Sequence[str], stored: Sequence[str]) -> bool:
     return False
 
 
-def _dropped_tensors(
-    source: CheckpointSource, side: TargetView, *, verify_master_weights: bool
-) -> list[DroppedItem]:
+def _dropped_tensors(source: CheckpointSource, side: TargetView) -> list[DroppedItem]:
     """Stored tensors that the target does not have, each with its reason.
 
-    What a family's table leaves out (a tied copy, rotary frequencies) is not lost, unless it
-    differs from what it copies: some elements are compared, all with `verify_master_weights`.
+    What a family's table leaves out (a tied copy, rotary frequencies) is not lost: copies were
+    compared when the source was opened.
     """
     catalogue = source.catalogue
-    differ = find_false_copies(source, verify_master_weights=verify_master_weights)
     out = [
         DroppedItem(
             name=name,
-            reason=differ.get(name, reason),
+            reason=reason,
             num_bytes=catalogue[name].num_bytes,
-            is_lost=name in differ or is_optimizer_state(name),
+            is_lost=is_optimizer_state(name),
         )
         for name, reason in source.view.dropped
     ]

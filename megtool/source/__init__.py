@@ -1,5 +1,5 @@
 """An open checkpoint: its format and family, subsets, averages, merges and adapters of it.
 
-From the top down: the files here, subset; identify.py; checkpoint.py, computed;
-held_settings.py.
+From the top down: the files here, subset; identify.py,
+edited_identity.py; checkpoint.py, computed; held_settings.py.
 """

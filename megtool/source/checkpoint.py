@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megtool.convert.dialects import CanonicalView
+from megtool.convert.canonical_view import CanonicalView, FalseCopy
 from megtool.convert.families.family import Family
 from megtool.digests.crc32c import Sidecar
 from megtool.dtypes import DType
@@ -78,8 +78,9 @@ class CheckpointSource:
     with `is_partial`; `optimizer_bytes` is the size of
     optimizer state that was not asked for. `edited` maps small files to contents that replace those
     on disk. `repeats` maps canonical tensors that the model has twice, and the checkpoint once, to
-    the name under which they are read. `pruning` records what was left out of the
-    whole model (see `width_subset`). `rotation` has the `settings` of the rotations that its
+    the name under which they are read. `false_copies` are stored tensors that a table takes for
+    copies and that are none, and have no place in the model. `pruning` records what was left out of
+    the whole model (see `width_subset`). `rotation` has the `settings` of the rotations that its
     weights are multiplied by, and the `transform_config` of compressed-tensors that describes them;
     this alone if only config.json says that they are. `adapters` are merged into its weights.
     """
@@ -95,6 +96,7 @@ class CheckpointSource:
     optimizer_bytes: int = 0
     edited: Mapping[str, bytes] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
+    false_copies: tuple[FalseCopy, ...] = ()
     is_partial: bool = False
     pruning: Mapping[str, Any] | None = None
     rotation: Mapping[str, Any] | None = None

@@ -31,9 +31,15 @@ from megtool.megatron_state.optimizer.master_weight_check import check_masters
 from megtool.megatron_state.saved_objects import saved_args
 from megtool.options.groups import AdaptedSource, SourceOptions
 from megtool.source.checkpoint import CheckpointSource, ModelIdentity
+from megtool.source.edited_identity import changed_args, edit_identity, edit_metadata
 from megtool.source.identify import identify_model, refuse_lost
 from megtool.source.merge import add_adapters
-from megtool.source.repeated_tensors import has_own_head
+from megtool.source.repeated_tensors import (
+    FalseCopy,
+    find_false_copies,
+    has_own_head,
+    refuse_false_copies,
+)
 from megtool.source.unread_files import warn_unread_files
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.catalogue import Catalogue
@@ -99,6 +105,7 @@ def open_source(
     for_format: str | None = None,
     as_class: bool = False,
     may_lack: bool = False,
+    compare_copies: bool = True,
 ) -> CheckpointSource:
     """Open a checkpoint and identify its model, from headers and small files alone.
 
@@ -117,6 +124,7 @@ def open_source(
             where that is its own format.
         as_class: Read a Megatron model in the form that its family's class has (`class_form`).
         may_lack: Settings that change the model and are not supported are no error.
+        compare_copies: Compare all of what is stored twice, not some elements.
 
     Raises:
         FormatError: no checkpoint, or a damaged one.
@@ -174,6 +182,22 @@ def open_source(
         for_format=for_format,
         as_class=as_class,
     )
+    false_copies = find_false_copies(catalogue, side, is_whole=compare_copies)
+    kept = {c.flag: c.value for c in false_copies if c.flag}
+    stated = model
+    if kept and model is not None:
+        for copy in (c for c in false_copies if c.flag):
+            _LOG.warning("%s", _say_kept(copy))
+        false_copies = tuple(c for c in false_copies if not c.flag)
+        model, reason, side = bind_names(
+            catalogue,
+            replace(model, config=model.config.with_fields(**kept)),
+            reason,
+            is_partial=tensors.select is not None,
+            lenient=lenient,
+            for_format=for_format,
+            as_class=as_class,
+        )
     has_form = model is not None and config is not None and are_other_forms(model.config, config)
     if for_format and reason and not (lenient or isinstance(reason, UnknownFamilyError)):
         _LOG.warning("%s; all tensors keep their names", reason.message)
@@ -196,11 +220,38 @@ def open_source(
         like=options.like,
         left_out=num_stored - len(catalogue.tensors),
         optimizer_bytes=optimizer_bytes,
+        false_copies=false_copies,
         is_partial=tensors.select is not None,
         pruning=sidecar.pruning if sidecar else None,
         rotation=rotation,
     )
+    if stated is not None and "tied_embeddings" in kept:
+        source = _with_changed_files(source, stated.config)
     return add_adapters(source, adapters) if adapters else source
+
+
+def _say_kept(copy: FalseCopy) -> str:
+    """Say that a tensor that should be a copy is kept, and what that changes."""
+    what = (
+        "embeddings are not tied, whatever the configuration says: the stored output layer is "
+        "what computes, and what is written says so"
+        if copy.flag == "tied_embeddings"
+        else "it is kept as one of multi-token prediction's own"
+    )
+    return f"{copy.name} is {copy}; {what}"
+
+
+def _with_changed_files(source: CheckpointSource, stated: ModelConfig) -> CheckpointSource:
+    """The source with small files that say what its tensors show, not what was stated."""
+    if source.model is None:
+        return source
+    config = source.model.config
+    old = config.with_fields(tied_embeddings=stated.embedding.tied_embeddings)
+    changed = changed_args(old, config)
+    catalogue = source.catalogue
+    catalogue.metadata = edit_metadata(catalogue, changed)
+    model, edited = edit_identity(source, source.model, old, config, changed)
+    return replace(source, model=model, edited=edited)
 
 
 def _find_rotation(
@@ -298,8 +349,10 @@ def require_decoder(
     encoder, with `two_stacks` an encoder and a decoder, and with `labels` one that scores these).
 
     Raises:
-        MappingError: the model is not known, or is no decoder.
+        MappingError: the model is not known, or is no decoder; or a stored tensor that should be a
+            copy is none.
     """
+    refuse_false_copies(source)
     config = source.known_config
     if not source.is_canonical or config is None:
         why = f": {source.reason.message}" if source.reason else ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
+from megtool.convert.canonical_view import CanonicalView, FalseCopy, TargetView
 from megtool.convert.language.mapping import Row
 from megtool.convert.megatron.names import EMBEDDING, OUTPUT
+from megtool.errors import MappingError
 from megtool.megatron_state.optimizer.master_weight_check import (
     place_box,
     sample_runs,
@@ -27,50 +30,99 @@ _TIED = {"head.weight": "embed.weight"}
 
 
 def find_false_copies(
-    source: CheckpointSource, *, verify_master_weights: bool = False
-) -> dict[str, str]:
-    """Stored tensors that should be copies of others and differ, each with the difference.
+    catalogue: Catalogue, view: CanonicalView, *, is_whole: bool = True
+) -> tuple[FalseCopy, ...]:
+    """Compare the stored tensors that should be copies of others with these.
 
-    Some elements of each are compared, all with `verify_master_weights`. Where the original is not
-    selected, nothing is compared.
+    Of each, some elements are compared and, with `is_whole`, then all, streamed. Two names of
+    the same bytes of a file are not. Where the original is not selected, nothing is compared.
     """
-    side = source.view
-    out: dict[str, str] = {}
-    if not side.copies:
-        return out
-    with CheckpointReader(source.catalogue, Files()) as reader:
-        for name, canonical in side.copies.items():
-            if canonical not in side.placements:
+    out: list[FalseCopy] = []
+    if not view.copies:
+        return ()
+    with CheckpointReader(catalogue, Files()) as reader:
+        for name, canonical in view.copies.items():
+            if canonical not in view.placements:
                 canonical = _TIED.get(canonical, canonical)
-            original = side.placements.get(canonical)
-            if original is None:
+            original = view.placements.get(canonical)
+            if original is None or _are_same_bytes(catalogue, name, original):
                 continue
-            difference = _find_difference(
-                reader, name, original, verify_master_weights=verify_master_weights
-            )
+            difference = _find_difference(reader, name, original)
+            if difference is None and is_whole:
+                difference = _find_difference(reader, name, original, is_whole=True)
             if difference is not None:
-                out[name] = f"not a copy of {original.stored}, though it should be: {difference}"
+                flag, value = view.keeping.get(name, ("", False))
+                if not _has_shape(catalogue[name].shape, original.shape):
+                    flag = ""
+                out.append(FalseCopy(name, original.stored, difference, flag, value))
+    return tuple(out)
+
+
+def find_repeated_names(source: CheckpointSource, target: TargetView) -> dict[str, list[str]]:
+    """The copies of embedding and head that a Hugging Face folder has for multi-token prediction.
+
+    By the names under which a target of the same names stores the originals. Engines load them:
+    vLLM before 0.16 computes NaN without.
+    """
+    view = source.view
+    if view.dialect != "hf" or source.format not in ("hf", "safetensors"):
+        return {}
+    out: dict[str, list[str]] = {}
+    for name, canonical in view.copies.items():
+        if not view.keeping.get(name, ("", False))[0].startswith("mtp_"):
+            continue
+        if canonical not in view.placements:
+            canonical = _TIED.get(canonical, canonical)
+        placed = target.placements.get(canonical)
+        if placed is not None and placed.is_identity:
+            out.setdefault(placed.stored, []).append(name)
     return out
 
 
+def refuse_false_copies(source: CheckpointSource) -> None:
+    """Refuse a model with stored tensors that should be copies of others, are not, and have no
+    place in it.
+
+    Raises:
+        MappingError: there is one.
+    """
+    if not source.false_copies:
+        return
+    first = source.false_copies[0]
+    more = len(source.false_copies) - 1
+    raise MappingError(
+        f"it is {first}" + (f"; and so are {more} more" if more else ""),
+        file=source.path,
+        tensor=first.name,
+        hint=f"--exclude '{first.name}' leaves it out; nothing that can be written holds it",
+        error_id="false-copy",
+    )
+
+
+def _are_same_bytes(catalogue: Catalogue, name: str, original: Placement) -> bool:
+    """Whether a stored tensor is another name of the bytes of the original."""
+    if not original.is_identity or catalogue[name].dtype != catalogue[original.stored].dtype:
+        return False
+    one, two = (catalogue.shards.of(catalogue.index[n]) for n in (name, original.stored))
+    e = catalogue.extents
+    return np.array_equal(e.file[one], e.file[two]) and np.array_equal(e.offset[one], e.offset[two])
+
+
 def _find_difference(
-    reader: CheckpointReader, name: str, original: Placement, *, verify_master_weights: bool = False
+    reader: CheckpointReader, name: str, original: Placement, *, is_whole: bool = False
 ) -> str | None:
     """How a stored tensor differs from a canonical one, which may be longer by padding."""
     stored = reader.catalogue[name]
     if not original.is_identity:
         return f"{original.stored} has another layout"
     shape = original.shape
-    if len(stored.shape) != len(shape) or any(
-        n < m if d == 0 else n != m
-        for d, (n, m) in enumerate(zip(stored.shape, shape, strict=True))
-    ):
+    if not _has_shape(stored.shape, shape):
         return f"its shape is {list(stored.shape)}, not {list(shape)}"
     if not numel(shape):
         return None
     original_dtype = reader.catalogue[original.stored].dtype
     lo, hi = [0] * len(shape), list(shape)
-    for box in split_box(lo, hi) if verify_master_weights else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
+    for box in split_box(lo, hi) if is_whole else sample_runs(lo, hi, (0.0, 0.5, 1.0)):
         a, b = (
             reader.open_canonical(place_box(n, *box)).read().reshape(-1)
             for n in (original.stored, name)
@@ -82,6 +134,15 @@ def _find_difference(
             index = list(unravel_in_box(k, *box))
             return f"{float(y[k]):g} where that has {float(x[k]):g}, at {index}"
     return None
+
+
+def _has_shape(stored: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a stored tensor has a shape, or more rows."""
+    return (
+        len(stored) == len(shape)
+        and tuple(stored[1:]) == tuple(shape[1:])
+        and tuple(stored[:1]) >= tuple(shape[:1])
+    )
 
 
 def has_own_head(catalogue: Catalogue, model: ModelIdentity) -> bool:

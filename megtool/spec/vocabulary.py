@@ -83,6 +83,10 @@ class MtpPart:
     mtp_hidden_first: bool = fact("flag", False, hf=None, megatron=None)
     """What projects their two inputs to one has columns for the hidden state first, not for the
     embedding."""
+    mtp_own_embedding: bool = fact("flag", False, hf=None, megatron=None, changes_function=False)
+    """They have an embedding each, which is not the model's: tensors say so, and no key."""
+    mtp_own_head: bool = fact("flag", False, hf=None, megatron=None, changes_function=False)
+    """They have an output layer each, which is not the model's: tensors say so, and no key."""
     mtp_window: bool = fact("flag", False, hf=None, megatron="swa_num_query_groups")
     """They have a window, and the sizes of layers that have one."""
     mtp_kind: str = fact("symbols", "", hf="mtp_layers_block_type", megatron="hybrid_layer_pattern")

@@ -1,4 +1,4 @@
-"""What is left out as a copy of another tensor is compared with it; one that differs is a loss."""
+"""What is left out as a copy of another tensor is compared with it; one that differs is kept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megtool import reshard
-from megtool.errors import CoverageError
+from megtool import reshard, verify
+from megtool.errors import MappingError
+from megtool.source.open import open_source
+from tests.support.errors import raises
+from tests.support.folders import read_config, torch_tensors
 from tests.support.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -38,31 +41,33 @@ def test_a_true_copy_is_no_loss(tmp_path: Path, head: str, whole: bool) -> None:
     assert [(d.name, d.is_lost) for d in report.dropped] == [(HEAD, False)]
 
 
-@pytest.mark.parametrize("place", [(0, 3), (50, 100), (100, 255)])
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_head_of_its_own_is_a_loss(tmp_path: Path, place: tuple[int, int], whole: bool) -> None:
+@pytest.mark.parametrize("place", [(0, 3), (50, 100), (77, 200), (100, 255)])
+@pytest.mark.parametrize("to", ["hf", "torch_dist"])
+def test_a_head_of_its_own_is_kept(tmp_path: Path, place: tuple[int, int], to: str) -> None:
+    """All elements are compared, and what is written says that embeddings are not tied."""
     source = tied(tmp_path / "hf", place)
-    with pytest.raises(CoverageError, match=HEAD):
-        reshard(source, tmp_path / "no", to="torch_dist", strict=True, verify_master_weights=whole)
-    (lost,) = reshard(
-        source, tmp_path / "out", to="torch_dist", verify_master_weights=whole
-    ).dropped
-    assert lost.is_lost
-    assert EMBEDDING in lost.reason
-    assert str(list(place)) in lost.reason
+    report = reshard(source, tmp_path / "there", to=to, strict=True, fsync=False)
+    assert not report.dropped
+    reshard(tmp_path / "there", tmp_path / "out", to="hf", strict=True, fsync=False)
+    assert read_config(tmp_path / "out")["tie_word_embeddings"] is False
+    assert torch.equal(*(torch_tensors(tmp_path / f)[HEAD] for f in ("hf", "out")))
+    assert verify(source, tmp_path / "out").verdict == "equal"
 
 
-def test_all_of_it_is_compared_when_asked(tmp_path: Path) -> None:
-    source = tied(tmp_path / "hf", (77, 200))
-    reshard(source, tmp_path / "out", to="torch_dist", strict=True)
-    with pytest.raises(CoverageError, match=HEAD):
-        reshard(source, tmp_path / "no", to="torch_dist", strict=True, verify_master_weights=True)
+def test_megatron_args_say_that_a_kept_head_is_untied(tmp_path: Path) -> None:
+    reshard(tied(tmp_path / "hf", (0, 0)), tmp_path / "out", to="torch_dist", fsync=False)
+    found = open_source(tmp_path / "out")
+    assert found.catalogue.metadata["args"]["untie_embeddings_and_output_weights"] is True
+    assert {"head.weight", "embed.weight"} <= found.view.canonical.keys()
 
 
-def test_a_head_of_another_shape_is_a_loss(tmp_path: Path) -> None:
-    (lost,) = reshard(tied(tmp_path / "hf", rows=90), tmp_path / "out", to="torch_dist").dropped
-    assert lost.is_lost
-    assert "[90, 256]" in lost.reason
+def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    source = tied(tmp_path / "hf", rows=90)
+    with raises(MappingError, match=r"\[90, 256\]", hint=HEAD) as caught:
+        reshard(source, tmp_path / "out", to="torch_dist")
+    assert caught.value.error_id == "false-copy"
+    (dropped,) = reshard(source, tmp_path / "out", to="torch_dist", exclude=[HEAD]).dropped or [0]
+    assert not dropped
 
 
 def test_nothing_is_compared_with_what_was_not_selected(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ written, which every release loads.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -293,12 +294,30 @@ def hf_mtp(
         ),
         Row(f"{layer}{norm}.weight", "mtp.{m}.norm.weight"),
         *(row for table in tables for row in in_mtp(table, (_STORED, layer))),
-        Dropped(
-            "model.layers.*.embed_tokens.weight", "a copy of the embedding", copy_of="embed.weight"
-        ),
-        Dropped(
-            "model.layers.*.shared_head.head.weight", "a copy of the head", copy_of="head.weight"
-        ),
+        *own_mtp_ends(layer + "embed_tokens.weight", layer + "shared_head.head.weight"),
+    )
+
+
+def own_mtp_ends(embedding: str, head: str) -> Table:
+    """The rows of an embedding and a head of each layer of multi-token prediction.
+
+    Published ones are copies of the model's, and left out; one that is not is kept.
+    """
+    return tuple(
+        row
+        for stored, name, flag in (
+            (embedding, "embed", "mtp_own_embedding"),
+            (head, "head", "mtp_own_head"),
+        )
+        for row in (
+            Row(stored, f"mtp.{{m}}.{name}.weight", when=flag),
+            Dropped(
+                re.sub(r"\{[^}]*\}", "*", stored),
+                f"a copy of the {'embedding' if name == 'embed' else 'head'}",
+                when=f"not {flag}",
+                copy_of=f"{name}.weight",
+            ),
+        )
     )
 
 

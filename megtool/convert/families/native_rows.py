@@ -6,7 +6,7 @@ own saves, and so are its modules' names (`self_attn.q_a_proj`), which it writes
 
 from __future__ import annotations
 
-from megtool.convert.families.decoder_rows import also_named
+from megtool.convert.families.decoder_rows import also_named, own_mtp_ends
 from megtool.convert.language.mapping import Cat, Dropped, Row, Stacked, Table, in_mtp
 
 _L = "layers.{l}."
@@ -139,8 +139,7 @@ HF_DEEPSEEK_V4: Table = (
         )
     ),
     *(Row(f"mtp.{{m}}.hc_head_{x}", f"mtp.{{m}}.hyper_head.{y}") for x, y in _HYPER),
-    Dropped("mtp.*.emb.tok_emb.weight", "a copy of the embedding", copy_of="embed.weight"),
-    Dropped("mtp.*.head.weight", "a copy of the head", copy_of="head.weight"),
+    *own_mtp_ends("mtp.{m}.emb.tok_emb.weight", "mtp.{m}.head.weight"),
 )
 
 _PROJECTIONS = (("w1", "gate"), ("w2", "down"), ("w3", "up"))

@@ -37,13 +37,15 @@ class MatchedTensors:
     """Canonical tensors found in stored ones.
 
     `placements` and `canonical` are keyed by canonical name; `padding` counts the padding rows of
-    stored tensors; `copies` says of dropped tensors which canonical one they repeat.
+    stored tensors; `copies` says of dropped tensors which canonical one they repeat, and `keeping`
+    with which value of which flag of the configuration they would be kept.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)
     canonical: dict[str, GlobalTensor] = field(default_factory=dict)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
+    keeping: dict[str, tuple[str, bool]] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
 
 
@@ -134,6 +136,8 @@ class Binding:
             out.dropped.append((tensor.name, drop.reason))
             if drop.copy_of is not None:
                 out.copies[tensor.name] = drop.copy_of
+            if drop.keeping_flag is not None:
+                out.keeping[tensor.name] = drop.keeping_flag
         return out
 
     def knows(self, name: str) -> bool:

@@ -55,6 +55,7 @@ _CONV, _KDA = "l in conv_layers", "l in kda_layers"
 _KEYS = "linear_num_key_heads * linear_key_head_dim"
 _VALUES = "linear_num_value_heads * linear_value_head_dim"
 
+_VOCABULARY_ROWS = ("vocab_size", "hidden_size")
 _TWO_PROJECTIONS = "mtp_hidden_first or hyper_streams"
 
 _LAYER, _MTP, _INNER_MTP = "layers.{l}.", "mtp.{m}.", "mtp.{m}.layers.{k}."
@@ -396,6 +397,8 @@ VOCABULARY: Mapping[str, Weight] = MappingProxyType(
             f"mtp.{{m}}.hyper_head.{x}": Weight(s, _STREAMS, keeps_dtype=True)
             for x, s in _HYPER_HEAD
         },
+        "mtp.{m}.embed.weight": Weight(_VOCABULARY_ROWS, flag="mtp_own_embedding"),
+        "mtp.{m}.head.weight": Weight(_VOCABULARY_ROWS, flag="mtp_own_head"),
         "mtp.{m}.norm.weight": Weight(_HIDDEN, "norm_weight"),
         "mtp.{m}.norm.bias": Weight(_HIDDEN, _LAYERNORM),
     }

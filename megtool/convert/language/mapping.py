@@ -336,13 +336,23 @@ class Dropped:
     """Stored tensors that mean nothing to the model, and why; `pattern` may hold `*`.
 
     `copy_of` is the canonical tensor that they repeat: whether they do is looked at before they are
-    left out.
+    left out. Where one does not and `when` is a flag of the configuration, or `not` one, the flag
+    is wrong: with its other value the table has a row for the tensor (`keeping_flag`).
     """
 
     pattern: str
     reason: str
     when: Expression = True
     copy_of: str | None = None
+
+    @property
+    def keeping_flag(self) -> tuple[str, bool] | None:
+        """The flag and its value with which such a tensor is one of the model's."""
+        if self.copy_of is None or not isinstance(self.when, str):
+            return None
+        negation, _, flag = self.when.rpartition("not ")
+        is_flag = flag.isidentifier() and not negation.strip()
+        return (flag, self.when != flag) if is_flag else None
 
 
 @dataclass(frozen=True, slots=True)

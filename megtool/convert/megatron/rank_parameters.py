@@ -63,7 +63,9 @@ class Parameter:
     `key` is the global name with the layer's number, `shape` that tensor's shape (experts on a
     leading axis), `expert` which expert it belongs to. The rank's elements, in row-major order, are
     those of `boxes` one after the other. `registered_as` is the key its module goes by on this
-    rank, which is another for the last stage's copy of a tied embedding.
+    rank, which is another for the last stage's copy of a tied embedding. `is_shared`: Megatron
+    keeps it equal to those of other ranks, and gives it a bucket of its own. `is_unused`: Megatron
+    makes it and computes with another, so its values say nothing about the model.
     """
 
     key: str
@@ -74,6 +76,7 @@ class Parameter:
     expert: int = 0
     is_shared: bool = False
     registered_as: str = ""
+    is_unused: bool = False
 
     @property
     def numel(self) -> int:
@@ -98,6 +101,17 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Home:
+    """A stage and chunk that has a tensor, as `Parameter` says it."""
+
+    stage: int
+    chunk: int
+    registered_as: str = ""
+    is_shared: bool = False
+    is_unused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Homes:
     """Which stages and chunks hold a tensor; `chunks` of layers, none where there is one only."""
 
@@ -107,32 +121,46 @@ class Homes:
     tied: bool
     has_mtp: bool
 
-    def of(self, key: str, layer: int, rule: ShardingRule) -> list[tuple[int, int, str]]:
-        """Stage, chunk and the key of the module there.
+    def of(self, key: str, layer: int, rule: ShardingRule) -> list[Home]:
+        """Every stage and chunk that has a tensor, and the key of its module there.
 
-        An embedding has a copy where the output layer shares it, or where multi-token prediction
-        needs it (then the copy serves both).
+        Source: megatron-core 0.16.1, `models/gpt/gpt_model.py` and
+        `models/common/language_module/language_module.py`; tests compare the keys of real models.
         """
         if layer >= 0:
             chunk = self.chunks[layer] if self.chunks else 0
-            return [(int(self.stages.of_layers(key)[layer]), chunk, "")]
+            return [Home(int(self.stages.of_layers(key)[layer]), chunk)]
         stage, second = self.stages.of_place[rule.place], self.parallel.encoder_pp
         if second and EVERYWHERE.match(key):
-            return [(n, 0, "") for n in range(self.parallel.pp)]
+            return [Home(n, 0, is_shared=True) for n in range(self.parallel.pp)]
         if second and key.startswith(_EMBEDDINGS):
-            ends = [(0, 0, ""), (second, 0, "")]
-            if self.tied and key == EMBEDDING and second < self.parallel.pp - 1:
-                ends.append((self.parallel.pp - 1, 0, OUTPUT))
+            is_words = key == EMBEDDING
+            ends = [Home(n, 0, is_shared=is_words) for n in (0, second)]
+            if self.tied and is_words and second < self.parallel.pp - 1:
+                ends.append(Home(self.parallel.pp - 1, 0, OUTPUT, is_shared=True))
             return ends
-        if rule.place != "first":
-            return [(stage, self.stages.chunk_of_place[rule.place], "")]
-        homes = [(stage, 0, "")]
-        if key == EMBEDDING and self.parallel.pp > 1:
-            places = self.stages.of_place, self.stages.chunk_of_place
-            if self.has_mtp and places[0]["mtp"] != stage:
-                homes.append((places[0]["mtp"], places[1]["mtp"], EMBEDDING))
-            elif self.tied:
-                homes.append((places[0]["last"], places[1]["last"], OUTPUT))
+        if rule.place != "first" or not key.startswith(_EMBEDDINGS) or self.parallel.pp == 1:
+            return [Home(stage, self.stages.chunk_of_place[rule.place])]
+        return self._of_embedding(is_words=key == EMBEDDING)
+
+    def _of_embedding(self, *, is_words: bool) -> list[Home]:
+        """Chunks of several stages with an embedding: the first, and that of MTP.
+
+        The last one has an output layer even if embeddings are tied, which Megatron leaves unused
+        where that chunk has the embedding as well.
+        """
+        places = {
+            place: (self.stages.of_place[place], self.stages.chunk_of_place[place])
+            for place in ("first", "mtp", "last")
+        }
+        first, mtp, last = places.values()
+        is_shared = is_words and (self.tied or self.has_mtp)
+        homes = [Home(*first, is_shared=is_shared)]
+        if self.has_mtp and mtp != first:
+            homes.append(Home(*mtp, is_shared=is_shared))
+        if self.tied and is_words:
+            is_unused = self.has_mtp and mtp == last
+            homes.append(Home(*last, OUTPUT, is_shared=not is_unused, is_unused=is_unused))
         return homes
 
 
@@ -248,9 +276,9 @@ def _cut(
                 boxes = pieces[rank]
                 if rule.has_expert_axis:
                     boxes = tuple(((expert, *lo[1:]), (expert + 1, *hi[1:])) for lo, hi in boxes)
-                for stage, chunk, registered_as in places:
+                for home in places:
                     yield (
-                        RankPlace(stage, chunk, ep, rank),
+                        RankPlace(home.stage, home.chunk, ep, rank),
                         Parameter(
                             key=name,
                             shape=shape,
@@ -258,8 +286,9 @@ def _cut(
                             boxes=boxes,
                             is_expert=rule.is_expert,
                             expert=max(expert, 0),
-                            is_shared=len(places) > 1,
-                            registered_as=registered_as,
+                            is_shared=home.is_shared,
+                            registered_as=home.registered_as,
+                            is_unused=home.is_unused,
                         ),
                     )
 

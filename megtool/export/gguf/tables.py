@@ -6,6 +6,7 @@ it turns pairs and the model halves, rows of queries and keys are permuted.
 
 from __future__ import annotations
 
+from megtool.convert.families.decoder_rows import own_mtp_ends
 from megtool.convert.language.mapping import (
     Cat,
     Row,
@@ -148,4 +149,7 @@ def with_mtp(layers: Table) -> Table:
         Row(further + "nextn.enorm.weight", "mtp.{m}.embed_norm.weight"),
         Row(further + "nextn.hnorm.weight", "mtp.{m}.hidden_norm.weight"),
         Row(further + "nextn.shared_head_norm.weight", "mtp.{m}.norm.weight"),
+        *own_mtp_ends(
+            further + "nextn.embed_tokens.weight", further + "nextn.shared_head_head.weight"
+        ),
     )

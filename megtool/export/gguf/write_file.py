@@ -39,7 +39,7 @@ from megtool.plan.planner import build_plan
 from megtool.reshard.execute import expected_digests
 from megtool.source.checkpoint import CheckpointSource, collect_saved_tokenizer, unknown_model
 from megtool.source.open import open_source
-from megtool.source.repeated_tensors import find_false_copies
+from megtool.source.repeated_tensors import refuse_false_copies
 from megtool.spec.model_config import ModelConfig
 from megtool.staging.destination.check import check_file
 from megtool.storage.files import Files, read_file
@@ -98,6 +98,7 @@ def export_gguf(
     _check_importance(options, file_type)
     _check_saved(options.save_imatrix, destination)
     opened = open_source(source, model, optimizer=False, as_class=True)
+    refuse_false_copies(opened)
     planned = _plan(opened, destination, file_type, options)
     report = ExportReport(
         source=str(source),
@@ -379,10 +380,7 @@ def _tokenizer(
 
 
 def _list_dropped(opened: CheckpointSource) -> list[DroppedItem]:
-    """Stored tensors that mean nothing to the model; copies are compared with what they repeat."""
-    differ = find_false_copies(opened, verify_master_weights=False)
-    for name, reason in differ.items():
-        _LOG.warning("%s is left out: %s", name, reason)
+    """Stored tensors that mean nothing to the model."""
     catalogue = opened.catalogue
     out = [
         DroppedItem(name=n, reason=reason, num_bytes=catalogue[n].num_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -176,6 +177,23 @@ class _ScaleReader(SmallTensorReader):
         values = self.read(stored)
         return float(values.reshape(())) if values.size == 1 else None
 
+    def read_one(self, stored: str) -> float:
+        """The one number of a tensor, which has no dimensions or those of size 1.
+
+        Raises:
+            FormatError: it has several, or one that nothing can be divided by.
+        """
+        value = float(self.read_number(stored))
+        if math.isfinite(value) and value > 0:
+            return value
+        raise FormatError(
+            f"the scale is {value:g}",
+            file=self._reader.catalogue.root,
+            tensor=stored,
+            hint=f"engines multiply and divide by it: calibrate again; {DEQUANTIZE_HINT}",
+            error_id="nan-scales",
+        )
+
     def columns(self, packed: PackedWeight) -> Any:
         """The smoothing scales `[in]`, which inputs are divided by; None where none are stored."""
         import torch
@@ -281,7 +299,7 @@ class _RoundingReader:
                     f"its inputs are rounded ({kind}) with a scale that is missing",
                     hint=DEQUANTIZE_HINT,
                 )
-            value = self._scales.read(tensor).reshape(())
+            value = np.float32(self._scales.read_one(tensor))
             scale = float(reciprocal(value) if divides else value)
         return InputRounding(kind=kind, scale=scale, columns=self._scales.columns(packed))
 
@@ -344,7 +362,7 @@ def _caches(
     out: dict[str, tuple[str, float, float]] = {}
     for module in _cache_modules(source):
         names = next((stored[n] for n in module.names_in("hf") if n in stored), None)
-        key, value = (1.0, 1.0) if names is None else (float(scales.read(n)) for n in names)
+        key, value = (1.0, 1.0) if names is None else (scales.read_one(n) for n in names)
         if names is not None or algo is not None:
             out[module.name] = kind, key, value
     return out

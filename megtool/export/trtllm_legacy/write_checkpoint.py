@@ -31,7 +31,7 @@ from megtool.plan.copies import PlanSource, ReshardPlan
 from megtool.plan.planner import build_plan
 from megtool.source.checkpoint import CheckpointSource, unknown_model
 from megtool.source.open import open_source
-from megtool.source.repeated_tensors import find_false_copies
+from megtool.source.repeated_tensors import refuse_false_copies
 from megtool.spec.model_config import ModelConfig
 from megtool.storage.files import Files
 from megtool.tensors.catalogue import Catalogue
@@ -83,6 +83,7 @@ def export_trtllm_legacy(
     """
     start = time.monotonic()
     opened = open_source(source, model, optimizer=False, as_class=True)
+    refuse_false_copies(opened)
     system = files or Files()
     with ExitStack() as stack:
         legacy, plan, catalogue = _plan(opened, layout, dtype, system, stack)
@@ -143,7 +144,6 @@ def _plan(
         reasons=dict(opened.view.dropped) | {s.name: s.reason for s in catalogue.ignored},
     )
     legacy.notes[:0] = [note] if note else []
-    legacy.notes += find_false_copies(opened).values()
     if opened.model is not None and opened.model.dropped:
         legacy.notes.insert(0, opened.model.describe_dropped())
     plan = build_plan(

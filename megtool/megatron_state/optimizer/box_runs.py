@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,17 +43,28 @@ def split_into_boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tu
         offset += size
 
 
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """The box `lo` to `hi` of a tensor, stored once more as a tensor called `name`."""
+
+    name: str
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class BoxRunCollector:
     """Collects boxes, to become a `Rechunking`.
 
     A box that is added again is a copy. With `repeat`, it becomes part of another tensor instead,
-    as a checkpoint to be written needs it: `names` then lists all names of each tensor.
+    as a checkpoint to be written needs it: `names` then lists all names of each tensor. Where ranks
+    hold some boxes more often than others, the surplus boxes are tensors of their own, `parts`.
     """
 
     repeat: bool = False
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     names: dict[str, list[str]] = field(default_factory=dict)
+    parts: dict[str, list[TensorPart]] = field(default_factory=dict)
     _rows: list[tuple[str, _Box, int, int, bool]] = field(default_factory=list)
     _counts: dict[tuple[object, ...], int] = field(default_factory=dict)
 
@@ -71,7 +82,8 @@ class BoxRunCollector:
         self._rows.append((name, box, shard, start, bool(count) and not self.repeat))
 
     def regrouping(self) -> Rechunking:
-        """The regrouping of all boxes."""
+        """The regrouping of all boxes; `names` and `parts` are complete then."""
+        self._split_incomplete()
         tensors = list(self.tensors.values())
         number = {t.name: i for i, t in enumerate(tensors)}
         ndim = widest(tensors)
@@ -87,3 +99,29 @@ class BoxRunCollector:
             np.array([r[3] for r in self._rows], np.int64),
             np.array([r[4] for r in self._rows], bool),
         )
+
+    def _split_incomplete(self) -> None:
+        """Make each box of a further name that lacks others a tensor of its own."""
+        volumes: dict[str, int] = {}
+        for name, (lo, hi), _, _, is_copy in self._rows:
+            if not is_copy:
+                size = numel([y - x for x, y in zip(lo, hi, strict=True)])
+                volumes[name] = volumes.get(name, 0) + size
+        whole_of = {name: whole for whole, names in self.names.items() for name in names[1:]}
+        incomplete = {
+            n: whole
+            for n, whole in whole_of.items()
+            if volumes.get(n, 0) < numel(self.tensors[n].shape)
+        }
+        for number, (name, (lo, hi), shard, start, is_copy) in enumerate(self._rows):
+            if name not in incomplete:
+                continue
+            parts = self.parts.setdefault(incomplete[name], [])
+            part = TensorPart(f"{incomplete[name]}#part{len(parts)}", tuple(lo), tuple(hi))
+            parts.append(part)
+            shape = tuple(y - x for x, y in zip(lo, hi, strict=True))
+            self.tensors[part.name] = replace(self.tensors[name], name=part.name, shape=shape)
+            self._rows[number] = (part.name, ([0] * len(shape), shape), shard, start, is_copy)
+        for name, whole in incomplete.items():
+            del self.tensors[name]
+            self.names[whole].remove(name)

@@ -313,7 +313,7 @@ def _is_in_order(order: Order, members: Sequence[Parameter]) -> bool:
 
 
 def _place_all(buffers: Sequence[FlatBuffer], order: Order | None) -> list[PlacedParameter] | None:
-    """The place of every parameter; None if an order does not fill a buffer."""
+    """The place of every parameter of the model; None if an order does not fill a buffer."""
     out: list[PlacedParameter] = []
     for holder in buffers:
         ordered = list(holder.members)
@@ -328,7 +328,7 @@ def _place_all(buffers: Sequence[FlatBuffer], order: Order | None) -> list[Place
         placed = holder.place_parameters(ordered)
         if placed is None:
             return None
-        out += placed
+        out += [x for x in placed if not x.parameter.is_unused]
     return out
 
 

@@ -49,6 +49,8 @@ def read_numbered_state(
     index = catalogue.index
     for folder, parameters in members.items():
         for name, state, p in _list_numbered(catalogue, folder, parameters):
+            if p.is_unused:
+                continue
             stored = catalogue.tensors[index[name]]
             if stored.shape != p.local_shape:
                 raise FormatError(

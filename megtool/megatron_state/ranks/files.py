@@ -90,6 +90,8 @@ def read_rank_files(
         for rank_tensor in tensors:
             kind = catalogue[rank_tensor.stored].dtype
             p = rank_tensor.parameter
+            if p.is_unused:
+                continue
             tensor = GlobalTensor(name=p.key, shape=p.shape, dtype=kind)
             row = catalogue.shards.of(catalogue.index[rank_tensor.stored]).start
             for box, position in split_into_boxes(p, 0, p.numel):
@@ -150,18 +152,31 @@ def _read_chunks(
         ]
         tensors = [replace(catalogue[stored], name=g.key) for stored, g in renamed]
         glu = Glu(tensors, [t.name for t in tensors], config.mlp.gated)
-        yield (
-            (folder, chunk),
-            [
-                _RankTensor(
-                    stored,
-                    _in_old_order(
-                        _parameter(t, g.expert, rank, glu, config, parallel), version, config
-                    ),
-                )
-                for t, (stored, g) in zip(tensors, renamed, strict=True)
-            ],
-        )
+        found = [
+            _RankTensor(
+                stored,
+                _in_old_order(
+                    _parameter(t, g.expert, rank, glu, config, parallel), version, config
+                ),
+            )
+            for t, (stored, g) in zip(tensors, renamed, strict=True)
+        ]
+        yield (folder, chunk), _without_unused_output(found)
+
+
+def _without_unused_output(tensors: Sequence[_RankTensor]) -> list[_RankTensor]:
+    """A chunk's tensors, with the output layer marked that Megatron makes and does not use.
+
+    With tied embeddings, the chunk of multi-token prediction computes with its own embedding.
+    """
+    if not any(t.parameter.module_key == EMBEDDING for t in tensors):
+        return list(tensors)
+    return [
+        replace(t, parameter=replace(t.parameter, is_shared=False, is_unused=True))
+        if t.parameter.registered_as == OUTPUT
+        else t
+        for t in tensors
+    ]
 
 
 def _core_keys(names: list[tuple[str, str]]) -> list[tuple[str, str]]:

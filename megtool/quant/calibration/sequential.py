@@ -408,18 +408,31 @@ class _UnitRunner:
         )
 
     def _locate_nonfinite(self, unit: int, error: CalibrationError) -> CalibrationError:
-        """Add the weight that causes the error, if one has NaN or Inf."""
+        """Add the weight that causes the error, if one has NaN or Inf, or else that none has."""
+        kind = str(self.decoder.dtype).removeprefix("torch.")
+        overflows = "--dtype float32 or bfloat16, for float16 overflows above 65504"
         if unit < self.run.config.num_layers:
             prefix = f"decoder.layers.{unit}"
             for name, weight in self.decoder.get_submodule(prefix).named_parameters():
-                if not weight.is_meta and not bool(torch.isfinite(weight.sum())):
-                    return CalibrationError(
-                        f"{error.message}: a weight of layer {unit} has NaN or Inf",
-                        tensor=f"{prefix}.{name}",
-                        hint="`megtool inspect SRC --stats` counts them; use an intact checkpoint",
-                        error_id="nan-activations",
-                    )
-        return error
+                if weight.is_meta or bool(torch.isfinite(weight).all()):
+                    continue
+                is_cut = kind == "float16" and not bool(weight.isnan().any())
+                return CalibrationError(
+                    f"{error.message}: a weight of layer {unit} "
+                    + ("is Inf as float16" if is_cut else "has NaN or Inf"),
+                    tensor=f"{prefix}.{name}",
+                    hint=overflows
+                    if is_cut
+                    else "`megtool inspect SRC --stats` counts them; use an intact checkpoint",
+                    error_id="nan-activations",
+                )
+        way_out = overflows if kind == "float16" else "try --dtype float32"
+        return CalibrationError(
+            error.message,
+            tensor=error.tensor,
+            hint=f"every weight of it is finite as {kind}: {way_out}",
+            error_id="nan-activations",
+        )
 
     def _decisions(self, site: ActivationSite) -> list[Decision]:
         decisions = (self.run.decisions.get(m) for m in site.modules)

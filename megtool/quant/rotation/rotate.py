@@ -20,12 +20,8 @@ from megtool.quant.rotation.orthogonal import OrthogonalMatrix, make_rotation
 from megtool.quant.rotation.rotated_tensors import RotatedTensor, with_rotated
 from megtool.quant.rotation.transform_config import describe_transforms
 from megtool.source.checkpoint import CheckpointSource, require_model
-from megtool.source.subset.layers import (
-    changed_args,
-    edit_identity,
-    edit_metadata,
-    set_modelopt_aside,
-)
+from megtool.source.edited_identity import changed_args, edit_identity, edit_metadata
+from megtool.source.subset.layers import set_modelopt_aside
 from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.placement import Placement

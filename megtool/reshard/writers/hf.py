@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megtool.dtypes import DType
 from megtool.formats.safetensors.reader import DEFAULT_SHARD_BYTES
 from megtool.formats.safetensors.reader import plan_safetensors_layout as lay_out_safetensors
@@ -13,6 +15,8 @@ from megtool.plan.copies import DroppedItem
 from megtool.reshard.writers.target_spec import Target
 from megtool.run_state.common_state import account_for_common
 from megtool.source.checkpoint import CheckpointSource, collect_hf_files, collect_saved_tokenizer
+from megtool.source.repeated_tensors import find_repeated_names
+from megtool.tensors.placement import Placement
 
 
 def plan_layout(
@@ -22,12 +26,23 @@ def plan_layout(
     single = options.destination.name if out.format == "safetensors" else None
     small = {} if single else collect_hf_files(source, dtype) | collect_saved_tokenizer(source)
     out.is_file = single is not None
+    repeated = {} if options.rename else find_repeated_names(source, out.side)
+    kinds = {t.name: t for t in out.side.tensors}
+    further = [replace(kinds[n], name=copy) for n, copies in repeated.items() for copy in copies]
+    out.side = replace(out.side, tensors=[*out.side.tensors, *further])
     out.destination = lay_out_safetensors(
         out.side.tensors,
         max_shard_bytes=options.max_shard_bytes or DEFAULT_SHARD_BYTES,
         small_files=small,
         single_file=single,
     )
+    out.add_copies({name: [name, *copies] for name, copies in repeated.items()})
+    written = {t.name for t in further}
+    for alias in out.copies:  # each from its own bytes, which are those of what it repeats
+        stored = out.side.placements[alias].stored
+        if stored in written:
+            shape = out.side.placements[alias].shape
+            out.parts[alias] = Placement.identity(alias, shape, stored=stored)
     catalogue = source.catalogue
     for name in catalogue.objects:
         reason, is_lost = f"{out.format!r} holds only tensors and small files", True

@@ -155,6 +155,7 @@ def plan_layout(
     catalogue.shards.owner[:] = np.asarray(catalogue.extents.file, np.int32)
     out.destination = replace(destination, catalogue=catalogue)
     out.add_copies(collected.names)
+    out.add_parts(collected.parts, source.placement_of)
     out.sidecar_folder = folder_name(iteration)
 
 
@@ -419,8 +420,12 @@ def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:
     p = parallel
     if not config.moe.num_experts:
         return
+    sizes = RankSizes(tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
+    parts: dict[int, set[int]] = {}
+    for tp, _, ep in sizes.writing_ranks():
+        parts.setdefault(ep or 0, set()).add(expert_rank(tp, ep or 0, p))
     for ep in range(p.ep):
-        if len({expert_rank(tp, ep, p) for tp in range(p.tp)}) < p.etp:
+        if len(parts.get(ep, ())) < p.etp:
             raise LayoutError(
                 f"etp={p.etp} with tp={p.tp} and ep={p.ep}: the folders of this format are named "
                 "by tp, pp and ep, and several ranks of the experts share one",

@@ -25,13 +25,8 @@ from megtool.megatron_state.extra_states.names import is_empty_state
 from megtool.options.selection import Pruning
 from megtool.source.checkpoint import CheckpointSource, require_model
 from megtool.source.computed.gathered import GatheredTensor, expand, with_gathered
-from megtool.source.subset.layers import (
-    changed_args,
-    edit_identity,
-    edit_metadata,
-    keep_layers,
-    set_modelopt_aside,
-)
+from megtool.source.edited_identity import changed_args, edit_identity, edit_metadata
+from megtool.source.subset.layers import keep_layers, set_modelopt_aside
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 from megtool.tensors.catalogue import Catalogue, IgnoredTensor
 from megtool.tensors.placement import Placement

@@ -186,7 +186,11 @@ class LayoutOwnership:
             dense = RankPlace(coordinates.stage, chunk, 0, coordinates.tp)
             experts = RankPlace(coordinates.stage, chunk, coordinates.ep, coordinates.etp)
             for place, is_expert in ((dense, False), (experts, True)):
-                owned = [p for p in self._ranks.get(place, ()) if p.is_expert == is_expert]
+                owned = [
+                    p
+                    for p in self._ranks.get(place, ())
+                    if p.is_expert == is_expert and not p.is_unused
+                ]
                 for p in sorted(owned, key=lambda p: _split_single(p.key)[1]):
                     name, _ = _split_single(p.key)
                     offset = ends.get(name, 0)

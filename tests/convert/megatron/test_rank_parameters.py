@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megtool.convert.language.binding import Binding
 from megtool.convert.language.canonical import CanonicalModel
-from megtool.convert.megatron.names import EMBEDDING, PER_LAYER, STACKED
+from megtool.convert.megatron.names import EMBEDDING, OUTPUT, PER_LAYER, STACKED
 from megtool.convert.megatron.rank_parameters import Parameter, RankPlace, rank_parameters
 from megtool.convert.megatron.sharding import shard
 from megtool.dtypes import dtype
@@ -167,3 +167,27 @@ def test_impossible_layouts_say_what_is_possible(layout: dict[str, int], says: s
     model = config(**MODELS["all experts"])
     with raises(LayoutError, match=says, hint=True):
         rank_parameters(stored(model), model, ParallelConfig(**layout))
+
+
+EMBEDDINGS = {  # keys of real GPTModels: tests/peers/test_chunks.py builds them
+    ("Etttt|mL", False): {(0, 0): [EMBEDDING], (1, 0): [EMBEDDING, OUTPUT]},
+    ("Etttt|mL", True): {(0, 0): [EMBEDDING], (1, 0): [EMBEDDING, OUTPUT]},
+    ("E|tttt|m|L", False): {(0, 0): [EMBEDDING], (0, 1): [EMBEDDING], (1, 1): [OUTPUT]},
+    ("Ett|tt|m|L", True): {(0, 0): [EMBEDDING], (2, 0): [EMBEDDING], (3, 0): [OUTPUT]},
+}
+
+
+@pytest.mark.parametrize(("layout", "tied"), EMBEDDINGS)
+def test_chunks_with_an_embedding(layout: str, tied: bool) -> None:
+    model = config(num_mtp_layers=1, tied_embeddings=tied)
+    pp = 2 if layout != "Ett|tt|m|L" else 4
+    parallel = ParallelConfig(pp=pp, pipeline_layout=layout)
+    found: dict[tuple[int, int], list[str]] = {}
+    unused = set()
+    for place, parameters in rank_parameters(stored(model), model, parallel).items():
+        names = [p.module_key for p in parameters if p.module_key in (EMBEDDING, OUTPUT)]
+        if names:
+            found[place.stage, place.chunk] = names
+        unused |= {(place.stage, p.module_key) for p in parameters if p.is_unused}
+    assert found == EMBEDDINGS[layout, tied]
+    assert unused == ({(1, OUTPUT)} if layout == "Etttt|mL" and tied else set())

@@ -19,6 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+WITHOUT_FUSIONS = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_dropout_fusion": False,
+}
+"""Settings of models that are built without a GPU and Transformer Engine."""
+
 
 def main() -> None:
     warnings.filterwarnings("ignore")
@@ -57,12 +66,8 @@ def held(*, layers: int, pp: int, vpp: int = 1, mtp: int = 0, **split: Any) -> d
             pipeline_dtype=torch.float32,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-            use_cpu_initialization=True,
             mtp_num_layers=mtp or None,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-            bias_dropout_fusion=False,
+            **WITHOUT_FUSIONS,
             **split,
         )
         groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
