@@ -12,6 +12,7 @@ import pytest
 from megtool.errors import DestinationError, FormatError, StorageError
 from megtool.staging.publication import complete_once
 from megtool.storage.location.path import StorePath
+from megtool.storage.objects.probe import probe_store
 from megtool.storage.stores.connect import connect, register_store
 from megtool.storage.stores.memory import MemoryStore
 from megtool.storage.stores.protocol import (
@@ -230,6 +231,13 @@ def test_names_are_what_they_are(store: Store, name: str) -> None:
     assert bytes(store.read(key, 0, 4)) == b"data"
     store.delete([key])
     assert store.head(key) is None
+
+
+@every_store
+def test_the_probe_before_a_run_finds_no_fault(store: Store) -> None:
+    assert probe_store(StorePath(f"{store.url}/.run.megtool")) == ()
+    assert store.list("", recursive=True).objects == ()
+    assert list(store.list_uploads("")) == []
 
 
 # ---- listing
