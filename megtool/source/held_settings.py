@@ -7,6 +7,7 @@ from typing import Any
 
 from megtool.convert.canonical_view import CanonicalView
 from megtool.convert.dialects import write_side
+from megtool.convert.families.class_form import find_class_form
 from megtool.convert.families.detection import families
 from megtool.convert.families.family import Family
 from megtool.convert.families.read_back import (
@@ -38,11 +39,15 @@ def check_held(
     """
     ignored = {*dropped, *(TENSOR_FLAGS if is_partial else ())}
     if lost := find_lost_in_class(config, family, stored, ignored=ignored):
-        raise lost_settings_error(
-            lost,
-            f"config.json of {family.name!r}",
-            find_fitting_families(view, config),
+        error = lost_settings_error(
+            lost, f"config.json of {family.name!r}", find_fitting_families(view, config)
         )
+        form = find_class_form(config, family) if view.dialect == "megatron" else None
+        if form and all(form.config.get(s.field) != s.value for s in lost):
+            error.hint = (
+                "`megtool reshard --to hf` first: it stores the same model as its class does"
+            )
+        raise error
 
 
 def check_said(

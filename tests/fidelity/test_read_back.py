@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megtool.access.checkpoint import open_checkpoint
 from megtool.convert.families.detection import family
 from megtool.digests.crc32c import SIDECAR
 from megtool.errors import MappingError
@@ -322,3 +323,11 @@ def test_tensors_without_a_place_name_the_families_that_have_one(tmp_path: Path)
     with pytest.raises(MappingError, match="have no place") as caught:
         reshard(source, tmp_path / "hf", "llama")
     assert "did you mean --family qwen3" in str(caught.value.hint)
+
+
+def test_names_of_a_class_without_its_form_are_refused(tmp_path: Path) -> None:
+    source = open_checkpoint(save(tmp_path / "megatron", ONE_P), family="llama")
+    with pytest.raises(MappingError, match="zero_centered_norm") as caught:
+        source.as_("hf")
+    assert "reshard --to hf" in str(caught.value.hint)
+    assert len(source.as_("megatron", rank=0)) > 0

@@ -114,13 +114,13 @@ def _is_norm(name: str) -> bool:
 def _rewrite(word: WordLike, leaf: Leaf) -> WordLike:
     if isinstance(word, str):
         return leaf(word)
-    names = word.names()
-    if not hasattr(word, "of") and not hasattr(word, "words"):
-        return leaf(names[0])  # a name alone
+    inner = {name: getattr(word, name) for name in ("of", "words") if hasattr(word, name)}
+    if not inner:
+        return leaf(word.names()[0])  # a name alone
     out: Word = copy.copy(word)
-    if hasattr(word, "of"):
-        object.__setattr__(out, "of", _rewrite(word.of, leaf))
-    else:
-        inner = (_rewrite(w, leaf) for w in word.words)
-        object.__setattr__(out, "words", tuple(as_word(w) for w in inner))
+    for name, value in inner.items():
+        if name == "of":
+            object.__setattr__(out, name, _rewrite(value, leaf))
+        else:
+            object.__setattr__(out, name, tuple(as_word(_rewrite(w, leaf)) for w in value))
     return out
