@@ -136,6 +136,10 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, bool | int | float | str | list | tuple):
             out[_RENAMED.get(name, name)] = value
+    if function := _target_name(fields.get("activation_func")):
+        out["activation_func"] = function
+    out.setdefault("bias_activation_fusion", False)
+    out["use_mcore_models"] = True
     heads, groups = fields.get("num_attention_heads"), fields.get("num_query_groups")
     out["group_query_attention"] = groups is not None and groups != heads
     is_gated = fields.get("gated_linear_unit") is True

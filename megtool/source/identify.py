@@ -40,6 +40,8 @@ from megtool.transport.reading.reader import CheckpointReader
 
 _LOG = logging.getLogger(__name__)
 _LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
+_MAMBA = ".mixer.in_proj."
+_OTHER_MIXERS = ("falconh1_ratio", "experimental_attention_variant")
 _FORMATS_WITH_ARGS = ("torch_dist", "megatron", *ARRAY_FORMATS)
 
 
@@ -157,6 +159,9 @@ def _plain_args(
     """
     names = [name.removeprefix("--").replace("-", "_") for name in drop_settings]
     removed = {name: args[name] for name in names if name in args}
+    if any(_MAMBA in t.name for t in catalogue.tensors):  # a pattern may be left to ratios
+        is_hybrid = not any(map(args.get, _OTHER_MIXERS))
+        args = {**args, "is_hybrid_model": args.get("is_hybrid_model") or is_hybrid}
     is_classic = has_classic_args(catalogue.format, catalogue.tensors)
     core = core_args(args) if is_classic else args
     return plain_args(core, removed), removed

@@ -28,6 +28,8 @@ FUNCTIONS = {
     "openai_gelu": _TANH,
     "gelu_impl": _TANH,
     "gelu_pytorch_tanh": _TANH,
+    "xielu": "xielu",
+    "XIELU": "xielu",
 }
 _FLAGS = (("swiglu", "silu"), ("squared_relu", "relu2"), ("quick_geglu", "quick_gelu"))
 

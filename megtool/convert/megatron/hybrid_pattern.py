@@ -14,7 +14,7 @@ from typing import Any
 from megtool.errors import LayoutError, MappingError
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.pipeline_split import Pipeline, compact
-from megtool.spec.layer_symbols import ATTENTION, HYBRID_SYMBOLS
+from megtool.spec.layer_symbols import ATTENTION, HYBRID_SYMBOLS, MAMBA, MLP
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
 
 PATTERN = "hybrid_layer_pattern"
@@ -100,13 +100,8 @@ def pattern_of(args: Mapping[str, Any]) -> HybridPattern | None:
     """
     text = next((t for k in (PATTERN, OLD_PATTERN) if (t := args.get(k))), None)
     if text is None:
-        if args.get("is_hybrid_model"):
-            raise MappingError(
-                "the args say that the model is a hybrid, and not by which pattern",
-                hint="patterns that Megatron computes from ratios (hybrid_attention_ratio) are not "
-                "known: --like HF_FOLDER gives the layers",
-                error_id="unsupported-model",
-            )
+        text = _pattern_by_ratios(args)
+    if text is None:
         return None
     if not isinstance(text, str):
         raise MappingError(f"the layer pattern is {text!r:.60}", hint="text, such as M-M*-")
@@ -121,6 +116,49 @@ def pattern_of(args: Mapping[str, Any]) -> HybridPattern | None:
             hint="the args belong to another model",
         )
     return pattern
+
+
+def _pattern_by_ratios(args: Mapping[str, Any]) -> str | None:
+    """Return the pattern that Megatron makes of shares of the layers; None for a GPT model."""
+    attention, mlp = (float(args.get(f"hybrid_{k}_ratio") or 0.0) for k in ("attention", "mlp"))
+    if not (attention or mlp or args.get("is_hybrid_model")):
+        return None
+    layers = args.get("num_layers")
+    is_count = isinstance(layers, int) and 0 < layers <= MOST_LAYERS
+    if not is_count or min(attention, mlp) < 0 or attention + mlp > 1:
+        raise MappingError(
+            f"hybrid_attention_ratio is {attention}, hybrid_mlp_ratio {mlp}, of {layers!r} layers",
+            hint="shares of the layers, together at most 1; --like HF_FOLDER gives the layers",
+            error_id="unsupported-model",
+        )
+    return allocate_layers(layers, attention, mlp)
+
+
+def allocate_layers(num_layers: int, attention: float, mlp: float) -> str:
+    """Return the symbols of a hybrid model by the shares of its layers that are attention and MLPs.
+
+    Attention lies evenly between Mamba-2 layers, and MLPs evenly among those, to the right. Source:
+    megatron-core 0.16.1, ssm/mamba_hybrid_layer_allocation.py.
+    """
+    symbols = [MAMBA] * num_layers
+    num_attention, num_mlp = round(num_layers * attention), round(num_layers * mlp)
+    step = (num_layers - num_attention) / (num_attention + 1)
+    _spread(symbols, ATTENTION, step, among=range(num_layers))
+    if num_mlp:
+        among = [i for i, symbol in enumerate(symbols) if symbol == MAMBA]
+        _spread(symbols, MLP, (num_layers - num_attention - num_mlp) / num_mlp, among=among)
+    return "".join(symbols)
+
+
+def _spread(symbols: list[str], symbol: str, step: float, *, among: Sequence[int]) -> None:
+    """Replace a layer behind every `step` others."""
+    left = step
+    for i in among:
+        if left < 0.5:
+            symbols[i] = symbol
+            left += step
+        else:
+            left -= 1
 
 
 def attention_symbol(config: ModelConfig) -> str:

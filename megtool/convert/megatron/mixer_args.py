@@ -200,7 +200,9 @@ def mixer_args(
             _CONV_BIAS: config.short_conv.short_conv_bias,
         }
     if all(len(kind) == 1 for kind in kinds):
-        name = OLD_PATTERN if known.get(OLD_PATTERN) and not known.get(PATTERN) else PATTERN
+        has_old = bool(known.get(OLD_PATTERN)) or (OLD_PATTERN in known and PATTERN not in known)
+        is_old = has_old and not known.get(PATTERN)
+        name = OLD_PATTERN if is_old else PATTERN
         depths = config.mtp.num_mtp_layers
         layout = ParallelConfig() if name == OLD_PATTERN else parallel
         attention = attention_symbol(config)

@@ -113,8 +113,10 @@ def test_a_pattern_that_is_none_is_refused(text: str, why: str) -> None:
 def test_args_that_contradict_the_pattern_are_refused() -> None:
     with raises(MappingError, match="pattern has 4 layers, and num_layers is 5"):
         pattern_of({"hybrid_layer_pattern": "M-*-", "num_layers": 5})
-    with raises(MappingError, match="not by which pattern"):
+    with raises(MappingError, match="of None layers"):
         pattern_of({"is_hybrid_model": True})
+    with raises(MappingError, match="hybrid_mlp_ratio 0.75"):
+        pattern_of({"hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.75, "num_layers": 4})
     older = pattern_of(
         {
             "hybrid_override_pattern": "M*",
