@@ -10,6 +10,7 @@ from megtool.convert.config.blocks import block_limits
 from megtool.convert.config.hybrid import gpt_form
 from megtool.convert.config.indexer import has_steps
 from megtool.convert.families.family import Family
+from megtool.convert.language.canonical import VOCABULARY
 from megtool.convert.language.expression import evaluate
 from megtool.convert.megatron.activation_args import (
     activation_args,
@@ -31,8 +32,10 @@ from megtool.convert.megatron.settings import find_unsupported, plain_args, refu
 from megtool.errors import MappingError
 from megtool.options.layout import ParallelConfig
 from megtool.spec import layer_sets
-from megtool.spec.model_config import ModelConfig
+from megtool.spec.meaning import compare_functions
+from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 
+_SHOWN_BY_TENSORS = frozenset(w.flag for w in VOCABULARY.values() if w.flag is not None)
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 # With a pattern, pipeline chunks and further layers are part of it.
 _CUT_BY_PATTERN: dict[str, Any] = {
@@ -247,7 +250,24 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
     if config.mlp.mlp_bias and not config.attention.qkv_bias:
         out.append("mlp_bias without qkv_bias: Megatron has both")
     out += [x for x in (lost_activation(config), lost_scaling(config)) if x is not None]
+    out += _lost_fields(config, family)
     return out + block_limits(config)
+
+
+def _lost_fields(config: ModelConfig, family: Family | None) -> list[str]:
+    """Return what is read as another value where args are all that is left, a sentence each."""
+    try:
+        read = read_plain_args(plain_args(args_from_config(config)))
+        if family is not None:
+            read, _ = family.completed(read)
+    except MappingError:  # without its tensors such a model is not described by args
+        return []
+    return [
+        f"{name} is {value!r:.60}, which Megatron has no arg for: its own checkpoints mean "
+        f"{computed!r:.60}"
+        for name, (value, computed) in compare_functions(config, read).items()
+        if CONFIG_FIELDS[name].megatron is None and name not in _SHOWN_BY_TENSORS
+    ]
 
 
 def _is_gqa(args: Mapping[str, Any]) -> bool:
