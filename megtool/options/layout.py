@@ -101,10 +101,10 @@ class ParallelConfig:
         uneven = [f for f in ("first_stage_layers", "last_stage_layers") if self._has(f)]
         for name in uneven:
             self._check(name, 1)
-        if len(uneven) + 1 > self.pp and uneven:
+        if uneven and self.pp == 1:
             raise LayoutError(
                 f"{' and '.join(uneven)} cannot be set with pp={self.pp}",
-                hint=f"an uneven split needs at least {len(uneven) + 1} pipeline stages",
+                hint="an uneven split needs at least 2 pipeline stages",
             )
         accounted = [f for f in ("account_for_embedding", "account_for_loss") if self._has(f)]
         for name in accounted:

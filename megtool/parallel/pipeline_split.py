@@ -153,6 +153,12 @@ class Pipeline:
                 f"pp={self.pp}",
                 hint=_hint(num_layers, self, 0),
             )
+        if not between and self.vpp > 1:
+            raise LayoutError(
+                f"{outer_flags} says all layers of pp={self.pp} stages, and vpp is {self.vpp}",
+                hint="Megatron has virtual stages there only with layers on stages between: one of "
+                "the two flags, or no --vpp",
+            )
         each = remaining // between if between else 0
         if odd := next((n for n in (*outer, each) if n % self.vpp), 0):
             raise LayoutError(

@@ -83,9 +83,9 @@ def test_positions_invert(tp: int, cp: int, pp: int, ep: int, etp: int, order: s
         ({"pp": 4, "last_stage_layers": True}, "last_stage_layers is True", "positive"),
         ({"first_stage_layers": 3}, "first_stage_layers cannot be set with pp=1", "at least 2"),
         (
-            {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 3},
-            "first_stage_layers and last_stage_layers cannot be set with pp=2",
-            "at least 3",
+            {"first_stage_layers": 3, "last_stage_layers": 3},
+            "first_stage_layers and last_stage_layers cannot be set with pp=1",
+            "at least 2",
         ),
         ({"pp": 4, "account_for_loss": 1}, "account_for_loss is 1", "true or false"),
         (
