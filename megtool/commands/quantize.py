@@ -68,6 +68,7 @@ def quantize(
         options.reading,
         target=recipe.target,
         group_size=recipe.group_size,
+        as_class=options.output.to == "hf",
     )
     if resolved.doubt:
         _LOG.warning("%s", resolved.doubt)

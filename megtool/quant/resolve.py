@@ -79,11 +79,13 @@ def resolve_recipe(
     *,
     target: str | None = None,
     group_size: int | None = None,
+    as_class: bool = False,
 ) -> ResolvedRecipe:
     """Open the checkpoint `path` and apply a recipe to every module of it.
 
     `target` is the engine, or `engine@version`, that will load the result. `group_size` overrides
-    the group size of formats with several.
+    the group size of formats with several. With `as_class` a Megatron model is read in the form
+    that its family's class has (see `class_form`).
 
     Raises:
         RecipeError: the recipe is invalid, or does not fit the model or the engine; lists all
@@ -100,6 +102,7 @@ def resolve_recipe(
         reading,
         optimizer=False,
         tensors=TensorFilter(ignore=is_amax_buffer),
+        as_class=as_class,
     )
     _check_stacks(source_)
     original = source_

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 
+import megtool
 from megtool.access.checkpoint import open_checkpoint
 from megtool.convert.families.detection import family
 from megtool.digests.crc32c import SIDECAR
@@ -331,3 +333,16 @@ def test_names_of_a_class_without_its_form_are_refused(tmp_path: Path) -> None:
         source.as_("hf")
     assert "reshard --to hf" in str(caught.value.hint)
     assert len(source.as_("megatron", rank=0)) > 0
+
+
+def test_a_quantized_folder_has_the_form_of_its_class(tmp_path: Path) -> None:
+    source = save(tmp_path / "megatron", HALVES | ONE_P)
+    reshard(source, tmp_path / "hf", "llama")
+    for path in (source, tmp_path / "hf"):
+        to = tmp_path / f"{path.name}-int8"
+        megtool.quantize(path, to, recipe="int8_weight_only", family="llama")
+    direct, by_folder = (
+        load_file(tmp_path / f"{name}-int8" / "model.safetensors") for name in ("megatron", "hf")
+    )
+    assert direct.keys() == by_folder.keys()
+    assert all(torch.equal(direct[name], by_folder[name]) for name in direct)
