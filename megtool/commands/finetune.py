@@ -325,7 +325,6 @@ def _layout_sizes(layout: ParallelConfig) -> dict[str, int]:
 
 
 def _num_parameters(source: CheckpointSource) -> int:
-    """Parameters of the whole model."""
     return sum(t.numel for n, t in source.view.canonical.items() if ":" not in n)
 
 

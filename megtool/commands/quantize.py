@@ -153,7 +153,6 @@ def _check_processes(request: QuantizeRun) -> None:
 
 
 def _read_samples(request: QuantizeRun) -> CalibrationSamples | None:
-    """The samples, if any are needed."""
     if not request.needs_data or request.calibration.calibration:
         return None
     data_options, config = request.calibration.data, request.model_source.config

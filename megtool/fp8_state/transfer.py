@@ -315,7 +315,6 @@ class ExtraStateTransfer:
         self._carried.moved = [n for n in self._carried.moved if n not in dropped]
 
     def _store_changes(self) -> None:
-        """Replace the carried objects that changed."""
         objects = self._carried.objects
         derived = {objects[n].name for n in (*self._changed, *self._rewritten)}
         for name, value in self._changed.items():

@@ -130,7 +130,6 @@ def from_pretrained(
 
 
 def _make_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> Any:
-    """transformers' configuration of the model."""
     from transformers import CONFIG_MAPPING
 
     if "config.json" not in files:

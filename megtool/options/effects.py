@@ -192,7 +192,6 @@ def _check_rivals(values: OptionValues) -> None:
 
 
 def _words(names: Sequence[str], facts: Any) -> dict[str, Any]:
-    """What stands for names in braces."""
     is_one = len(names) == 1
     return {name: getattr(facts, name) for name in getattr(facts, "__dataclass_fields__", ())} | {
         "names": join_names(names),

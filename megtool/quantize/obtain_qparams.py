@@ -77,7 +77,6 @@ def solve(
 
 
 def _by_weights(request: QuantizeRun) -> QParams:
-    """Quantization parameters from weights alone."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
     from megtool.quant.calibration.solve_qparams import solve_qparams
 

@@ -101,7 +101,6 @@ def compare_with_source(
 
 
 def _refuse(pairs: Sequence[TensorPair], deltas: Mapping[str, TensorDelta], what: str) -> None:
-    """Raise the first difference."""
     for pair in pairs:
         delta = deltas.get(pair.name)
         if delta is None or pair.b is None:

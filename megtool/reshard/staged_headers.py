@@ -72,7 +72,6 @@ def _planned_files(plan: ReshardPlan, stage: Stage) -> Iterator[tuple[Path, set[
 
 
 def _entries(catalogue: Catalogue, number: int) -> Iterator[_Entry]:
-    """The tensors in a file."""
     extents = catalogue.extents
     for row in np.flatnonzero(extents.file == number).tolist():
         tensor = catalogue.tensors[int(catalogue.shards.tensor[row])]

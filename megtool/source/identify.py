@@ -208,7 +208,6 @@ def refuse_lost(model: ModelIdentity, catalogue: Catalogue, for_format: str | No
 
 
 def _values(catalogue: Catalogue, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-    """The elements of small tensors."""
     if not names:
         return {}
     with CheckpointReader(catalogue, Files()) as reader:

@@ -180,7 +180,6 @@ def _replicas(
 
 
 def _iter_keys(pieces: Rechunking) -> Iterator[tuple[int, ...]]:
-    """Tensor and box of every piece."""
     boxes = zip(pieces.boxes.lo.tolist(), pieces.boxes.hi.tolist(), strict=True)
     for tensor, (lo, hi) in zip(pieces.tensor.tolist(), boxes, strict=True):
         yield (tensor, *lo, *hi)

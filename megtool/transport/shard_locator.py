@@ -182,7 +182,6 @@ class ShardLocator:
         )
 
     def _locate_part(self, stored: StoredPart) -> FileView:
-        """A whole part in its file."""
         item = dtype(stored.part.dtype).itemsize
         shape = np.array([stored.part.shape], np.int64).reshape(1, -1)
         return FileView(

@@ -335,7 +335,6 @@ class _Planner:
             self.left_out = dict.fromkeys(stored, "multi-token prediction, which legacy has not")
 
     def _dropped(self, reasons: Mapping[str, str]) -> list[DroppedItem]:
-        """What the source holds besides."""
         used = {p.stored for p in self.pieces.source.values()}
         return [
             DroppedItem(

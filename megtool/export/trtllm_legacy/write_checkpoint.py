@@ -207,7 +207,6 @@ def _check_model(opened: CheckpointSource) -> None:
 
 
 def _read_model(opened: CheckpointSource, folder: QuantizedModules | None) -> LegacyModel:
-    """What is exported."""
     model, config = opened.model, opened.view.config
     if model is None or model.family is None or config is None:
         raise MappingError(

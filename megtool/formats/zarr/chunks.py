@@ -161,7 +161,6 @@ class ZarrChunks:
         return numbers
 
     def _decode_chunk(self, row: int) -> NDArray[np.uint8]:
-        """The decoded bytes of one chunk."""
         number = int(self.shards.tensor[row])
         array = self._arrays[number]
         m = array.metadata

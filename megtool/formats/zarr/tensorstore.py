@@ -141,7 +141,6 @@ def _flush(files: Files, pending: list[tuple[Path, Any]]) -> None:
 
 
 def _list_files(folder: Path) -> list[StoredFile]:
-    """All files of the database."""
     paths = [p.relative_to(folder).as_posix() for p in Files().tree(folder)[0]]
     database_files = [p for p in sorted(paths) if p == MANIFEST or _IS_DATA.fullmatch(p)]
     for path in database_files:

@@ -375,7 +375,6 @@ def _find_fault(keys: MegatronKeys, shard: Any, faults: MegatronFaults) -> None:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether an extra state holds nothing."""
     if value is None:
         return True
     if isinstance(value, torch.Tensor):

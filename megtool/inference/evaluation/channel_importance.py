@@ -194,14 +194,12 @@ class ChannelImportance:
         return self._merged(own)
 
     def _merged(self, own: dict[int, list[float]]) -> ByLayer:
-        """The layers of all stages."""
         merged: dict[int, list[float]] = {}
         for part in self._gathered(own):
             merged |= part
         return {layer: tuple(merged[layer]) for layer in sorted(merged)}
 
     def _gathered(self, own: Any) -> list[Any]:
-        """What each stage has."""
         pp = self._decoder.groups.pp
         if pp.size == 1:
             return [own]

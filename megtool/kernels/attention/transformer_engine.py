@@ -93,7 +93,6 @@ def attention(
 def _of_rows(
     states: tuple[Tensor, Tensor, Tensor], mask: Mask, scale: float, sinks_N: Tensor | None
 ) -> Tensor:
-    """Of whole rows to themselves."""
     b, n, s, _ = states[0].shape
     module = _of(states, scale, has_sinks=sinks_N is not None)
     if sinks_N is not None:  # lent for this call, in place of its own parameter

@@ -96,7 +96,6 @@ def _original_shapes(catalogue: Catalogue) -> dict[str, tuple[int, ...]]:
 
 
 def _find_runs(catalogue: Catalogue, name: str, shape: tuple[int, ...]) -> _CellRuns:
-    """The runs of one tensor."""
     stored = catalogue[name].shape
     cell = _cell_shape(stored, shape)
     if cell is None:

@@ -555,7 +555,6 @@ class Decoder(LabelHead):
         )
 
     def _gathered(self, x_TH: Tensor) -> Tensor:
-        """All rows."""
         return gather_rows(x_TH, self.groups.tp) if self.sequence_parallel else x_TH
 
     def _logits(self, x_TH: Tensor, *, sequence_parallel: bool) -> Tensor:

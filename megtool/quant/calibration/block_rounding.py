@@ -153,7 +153,6 @@ class BlockRounding:
     # ---- errors
 
     def _error(self) -> float:
-        """The error over all rows."""
         errors, count = 0.0, 0
         for number, micro_batch in enumerate(self.layers.micro_batches):
             y_TH = self.layers.run(self.layer, number, self.inputs.get(number))

@@ -247,7 +247,6 @@ def _reduced(granularity: str) -> tuple[int, ...]:
 
 
 def _part(amax: Tensor, granularity: str, rows: slice) -> Tensor:
-    """The amax of some rows."""
     if granularity == "tensor":
         return amax
     per = int(granularity.split("x")[0]) if "x" in granularity else 1
@@ -275,7 +274,6 @@ def _rounded(name: str, x: Tensor, quotient: str) -> Tensor:
 
 
 def _meaning(name: str, codes: Tensor) -> Tensor:
-    """The values of the chosen codes."""
     if name in _INTEGERS:
         return codes.float()
     if name in ("nvfp4", "mxfp4"):

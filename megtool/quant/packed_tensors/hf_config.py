@@ -58,7 +58,6 @@ def quantization(
 
 
 def _layer_config(layer: QuantizedLayer) -> dict[str, Any]:
-    """The quantization config of one module."""
     algo = SMOOTHED_ALGOS.get(layer.algo, layer.algo) if layer.smoothed else layer.algo
     out: dict[str, Any] = {"quant_algo": ALGO_SPELLING.get(algo, algo)}
     if layer.group_size:

@@ -219,7 +219,6 @@ def _auto_method(node: Node, problems: RecipeProblems) -> str:
 
 
 def _auto_notes(node: Node) -> list[str]:
-    """Notes on differences from ModelOpt."""
     out = []
     formats = node.get("candidate_formats")
     for candidate in (

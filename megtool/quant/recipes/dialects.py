@@ -147,7 +147,6 @@ def _detect_dialect(node: Node, problems: RecipeProblems) -> str:
 
 
 def _read_megatron(node: Node, name: str, problems: RecipeProblems) -> Recipe:
-    """Read Megatron's `configs` and `matchers`."""
     check_keys(node, ("configs", "matchers"), "Megatron recipe", problems)
     configs, matchers = node.get("configs"), node.get("matchers")
     formats: dict[str, RecipeFormat | None] = {}

@@ -212,7 +212,6 @@ _VERSION = r"\d+(\.\d+)*((a|b|rc|\.?post|\.?dev)\d+)?(\+[\w.]+)?"
 
 
 def _newest(engine: str) -> str:
-    """The newest release in the table."""
     return max((s.since for s in TABLE if s.engine == engine and s.since != "main"), key=_order)
 
 

@@ -153,7 +153,6 @@ def _group_sizes(format: RecipeFormat | None) -> tuple[int, ...]:
 
 
 def _choice_formats(recipe: Recipe, choices: Sequence[str]) -> list[RecipeFormat]:
-    """The candidate formats of a choice."""
     formats = (recipe.formats.get(c) or RecipeFormat(name=c, algo=c) for c in choices if c != KEEP)
     return [f for f in formats if f.algo in FORMATS]
 

@@ -207,7 +207,6 @@ class _RotatedReader:
         return t.placement, lo[0] * t.width, hi[0] * t.width
 
     def _read_columns(self, t: RotatedTensor, first: int, end: int) -> NDArray[np.float64]:
-        """All rows of some columns."""
         kind = _precise(self._source.dtype(t.placement))
         shape = t.placement.shape
         rows = next(k for k in range(len(shape) + 1) if numel(shape[:k]) == t.shape[0])

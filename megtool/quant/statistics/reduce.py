@@ -126,7 +126,6 @@ def _rows(
 
 
 def _gather_sample(rows: Tensor, sums: _Sums, group: Group) -> Tensor:
-    """Merge the samples of all ranks."""
     if group.size == 1:
         return rows
     sizes = torch.tensor([[len(rows), sums.num_tokens]], device=rows.device)

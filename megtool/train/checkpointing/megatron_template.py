@@ -142,7 +142,6 @@ def _load_towers(opened: CheckpointSource, target: Target) -> dict[str, Tensor]:
 
 
 def _without_optimizer(opened: CheckpointSource) -> CheckpointSource:
-    """The checkpoint without optimizer state."""
     side = opened.view
     weights = {n: t for n, t in side.canonical.items() if ":" not in n}
     return replace(

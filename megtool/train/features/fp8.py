@@ -315,14 +315,12 @@ class Fp8Feature(TrainingFeature):
         )
 
     def _layers_text(self) -> str:
-        """Which linear layers are in FP8."""
         if self.precisions.chosen:
             return "the linear layers that --te-precision-config-file gives it"
         layers, num_layers = self.precisions.layers, self._stages[0].config.num_layers
         return f"linear layers of layers {layers.start} to {layers.stop - 1} of {num_layers}"
 
     def _arithmetic(self) -> str:
-        """How products are computed."""
         if self._is_by_te:
             return "computed by Transformer Engine"
         if self.groups.device.type == "cpu":
