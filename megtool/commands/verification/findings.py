@@ -55,6 +55,7 @@ class Findings:
 def describe_delta(
     name: str, place: Placement, delta: TensorDelta, kind: DifferenceKind = "values"
 ) -> Difference:
+    """Return how a tensor differs: how many elements, by how much, and where the largest are."""
     shape = place.shape
 
     def index(flat: int | None) -> tuple[int, ...] | None:
