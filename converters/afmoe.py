@@ -20,6 +20,7 @@ from megtool.convert import (
     Rope,
     RopeInWindows,
     Row,
+    ScoreNorm,
     Window,
 )
 
@@ -61,6 +62,7 @@ FAMILY = Family(
         MoeLayers(first="num_dense_layers", num_dense=1),
         Key("route_scale", "router_scaling", 1.0),
         Only("route_norm", True),
+        ScoreNorm(None),
         Only("score_func", "sigmoid"),
         Only("n_group", 1),
         Only("topk_group", 1),

@@ -17,6 +17,7 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
+    ScoreNorm,
     hf_mtp,
 )
 
@@ -71,9 +72,9 @@ FAMILY = Family(
         Multiple("num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
         MoeLayers(first="first_k_dense_replace"),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("score_function", "sigmoid"),
         Only("moe_router_enable_expert_bias", True),
         Only("norm_head", False),

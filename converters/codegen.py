@@ -6,10 +6,10 @@ from megtool.convert import (
     Derived,
     Dropped,
     Family,
+    FixedRope,
     Grouped,
     Key,
     Padded,
-    Rope,
     Row,
     Weight,
     with_bias,
@@ -32,6 +32,9 @@ FAMILY = Family(
         "rope_interleaved": True,
     },
     vocabulary={"head.bias": Weight(("vocab_size",))},
+    ignores={
+        "n_ctx": "n_positions says it",
+    },
     config=(
         Key("n_layer", "num_layers"),
         Key("n_embd", "hidden_size"),
@@ -44,7 +47,7 @@ FAMILY = Family(
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
         Activation("activation_function", "gelu_new"),
-        Rope(10000.0, percent_key="partial_rotary_factor", size_key="rotary_dim", size=64),
+        FixedRope("rotary_dim", 64),
     ),
     hf=(
         Row("transformer.wte.weight", "embed.weight"),

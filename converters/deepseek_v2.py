@@ -12,7 +12,6 @@ from megtool.convert import (
     Derived,
     Family,
     Implied,
-    Inverted,
     Key,
     MoeLayers,
     Multiple,
@@ -32,6 +31,8 @@ FAMILY = Family(
         "qk_norm": True,
         "router_fp32": True,
         "router_group_best": 1,
+        "router_pre_softmax": True,  # whatever norm_topk_prob says
+        "latent_norm_eps": 1e-6,
     },
     limits=(
         (
@@ -39,6 +40,12 @@ FAMILY = Family(
             "Megatron ranks groups of experts by the sum of their best scores, not by the best",
         ),
     ),
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
+        "norm_topk_prob": "shares are never divided by their sum",
+        "mlp_bias": "experts have no biases, and tensors say those of MLPs",
+    },
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -68,7 +75,6 @@ FAMILY = Family(
         Unless("topk_group", "router_topk_groups", "topk_method", "greedy"),
         Implied("topk_method", "'group_limited_greedy' if router_num_groups else 'greedy'"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Inverted("norm_topk_prob", "router_pre_softmax", False),
         Activation(),
         Rope(10000.0),
     ),

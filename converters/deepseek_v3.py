@@ -24,6 +24,7 @@ from megtool.convert import (
     Refused,
     Rope,
     Row,
+    ScoreNorm,
     hf_mtp,
     torchtitan_mtp,
 )
@@ -58,6 +59,11 @@ FAMILY = Family(
         "router_expert_bias": True,
         "router_fp32": True,
         "router_group_best": 2,
+        "latent_norm_eps": 1e-6,
+    },
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -87,7 +93,7 @@ FAMILY = Family(
         Nullable("n_group", "router_num_groups", absent=8),
         Nullable("topk_group", "router_topk_groups", absent=4),
         Key("routed_scaling_factor", "router_scaling", 2.5),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),

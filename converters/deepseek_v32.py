@@ -19,6 +19,7 @@ from megtool.convert import (
     Nullable,
     Only,
     Rope,
+    ScoreNorm,
     hf_mtp,
 )
 
@@ -44,6 +45,12 @@ FAMILY = Family(
         "router_expert_bias": True,
         "router_fp32": True,
         "router_group_best": 2,
+        "latent_norm_eps": 1e-6,
+    },
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
+        "layer_types": "every layer has an indexer",
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -77,7 +84,7 @@ FAMILY = Family(
         Nullable("n_group", "router_num_groups", absent=8),
         Nullable("topk_group", "router_topk_groups", absent=4),
         Key("routed_scaling_factor", "router_scaling", 2.5),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),

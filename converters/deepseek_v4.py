@@ -15,6 +15,7 @@ from megtool.convert import (
     Multiple,
     Noted,
     Only,
+    ScoreNorm,
 )
 
 FAMILY = Family(
@@ -64,6 +65,7 @@ FAMILY = Family(
         HashLayers(),
         Key("routed_scaling_factor", "router_scaling", 1.5),
         Only("norm_topk_prob", True),
+        ScoreNorm(None),
         Only("scoring_func", "sqrtsoftplus"),
         Only("topk_method", "noaux_tc"),
         Key("swiglu_limit", "activation_limit", 10.0),

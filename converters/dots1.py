@@ -16,8 +16,8 @@ from megtool.convert import (
     MoeLayers,
     Multiple,
     Nullable,
-    Only,
     Rope,
+    ScoreNorm,
     Window,
 )
 
@@ -53,9 +53,9 @@ FAMILY = Family(
         Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
         MoeLayers(first="first_k_dense_replace"),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True, absent=False),
+        ScoreNorm(default=False),
         Activation(),
         Rope(10000.0),
         Window(first_key="max_window_layers"),

@@ -38,7 +38,9 @@ FAMILY = Family(
         Key("bias", "qkv_bias", False),
         Key("bias", "attn_out_bias", False),
         Key("bias", "mlp_bias", False),
-        Refused("alibi", True, "positions are biases of attention scores (ALiBi)"),
+        Refused(
+            "alibi", True, "transformers adds slopes of scores once or twice, by its implementation"
+        ),
         Activation("activation", "gelu"),
         Rope(10000.0),
     ),

@@ -33,6 +33,7 @@ FAMILY = Family(
         "layers.{l}.attn_post_norm.weight": Weight(("hidden_size",)),
         "layers.{l}.mlp_post_norm.weight": Weight(("hidden_size",)),
     },
+    ignores={"sliding_window_size": "sliding_window says it"},
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),

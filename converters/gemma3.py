@@ -35,6 +35,10 @@ FAMILY = Family(
         "layers.{l}.attn_post_norm.weight": Weight(("hidden_size",)),
         "layers.{l}.mlp_post_norm.weight": Weight(("hidden_size",)),
     },
+    ignores={
+        "attn_logit_softcapping": "attention passes it on to no scores",
+        "_sliding_window_pattern": "layer_types says it",
+    },
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),

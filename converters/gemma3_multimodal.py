@@ -26,6 +26,7 @@ FAMILY = Family(
             "num_hidden_layers": 26,
             "vocab_size": 262208,
         },
+        ignored=("final_logit_softcapping",),
         verbatim=("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
     ),
 )

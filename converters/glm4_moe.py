@@ -16,8 +16,8 @@ from megtool.convert import (
     MoeLayers,
     Multiple,
     Nullable,
-    Only,
     Rope,
+    ScoreNorm,
     hf_mtp,
 )
 
@@ -64,9 +64,9 @@ FAMILY = Family(
         ),
         MoeLayers(first="first_k_dense_replace", num_dense=1),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
         Activation(),
         Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),

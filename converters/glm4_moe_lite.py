@@ -19,6 +19,7 @@ from megtool.convert import (
     Only,
     Refused,
     Rope,
+    ScoreNorm,
     hf_mtp,
 )
 
@@ -43,6 +44,11 @@ FAMILY = Family(
         "router_expert_bias": True,
         "router_fp32": True,
         "router_group_best": 2,
+        "latent_norm_eps": 1e-6,
+    },
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -69,9 +75,9 @@ FAMILY = Family(
         ),
         MoeLayers(types="mlp_layer_types", first="first_k_dense_replace", num_dense=1),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.8),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("topk_method", "noaux_tc"),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
         Activation(),

@@ -20,6 +20,7 @@ from megtool.convert import (
     Nullable,
     Only,
     Rope,
+    ScoreNorm,
     hf_mtp,
 )
 
@@ -46,6 +47,12 @@ FAMILY = Family(
         "router_fp32": True,
         "router_group_best": 2,
         "index_interleaved": True,
+        "latent_norm_eps": 1e-6,
+    },
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
+        "layer_types": "every layer has an indexer",
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -78,9 +85,9 @@ FAMILY = Family(
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=3),
         Only("moe_layer_freq", 1),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 2.5),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),

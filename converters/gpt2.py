@@ -11,6 +11,7 @@ from megtool.convert import (
     Only,
     Row,
     Transposed,
+    UnscaledScores,
 )
 
 # The published checkpoints hold the bare model, whose names lack `transformer.`.
@@ -38,8 +39,8 @@ FAMILY = Family(
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", True),
         Activation("activation_function", "gelu_new"),
-        Only("scale_attn_weights", True),
-        Only("scale_attn_by_inverse_layer_idx", False),
+        UnscaledScores("scale_attn_weights"),
+        Key("scale_attn_by_inverse_layer_idx", "attn_scale_by_layer", False),
         Only("add_cross_attention", False),
     ),
     hf=(

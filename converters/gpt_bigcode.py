@@ -11,6 +11,7 @@ from megtool.convert import (
     MultiQuery,
     Only,
     Row,
+    UnscaledScores,
     with_bias,
 )
 
@@ -41,7 +42,7 @@ FAMILY = Family(
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", True),
         Activation("activation_function", "gelu_pytorch_tanh"),
-        Only("scale_attn_weights", True),
+        UnscaledScores("scale_attn_weights"),
         Only("add_cross_attention", False),
     ),
     hf=(

@@ -1,12 +1,26 @@
 """GPT-NeoX and Pythia: attention rows fused head by head, attention and MLP in parallel."""
 
-from megtool.convert import Activation, Derived, Dropped, Family, Grouped, Key, Rope, Row
+from megtool.convert import (
+    Activation,
+    Default,
+    Derived,
+    Dropped,
+    Family,
+    Grouped,
+    Key,
+    Only,
+    Rope,
+    Row,
+)
 
 FAMILY = Family(
     name="gpt_neox",
     architectures=("GPTNeoXForCausalLM",),
     model_types=("gpt_neox",),
     traits={"norm": "layernorm", "gated": False, "mlp_bias": True},
+    ignores={
+        "is_decoder": "the class is a decoder",
+    },
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -14,6 +28,7 @@ FAMILY = Family(
         Key("num_attention_heads", "num_heads"),
         Derived("num_kv_heads", "num_heads"),
         Derived("head_dim", "hidden_size // num_heads"),
+        Only("head_dim", Default("head_dim"), is_written=False),
         Key("vocab_size", "vocab_size"),
         Key("max_position_embeddings", "max_positions", 2048),
         Key("layer_norm_eps", "norm_eps", 1e-5),

@@ -56,6 +56,7 @@ FAMILY = Family(
         Key("num_experts_per_tok", "num_experts_per_token", 4),
         Only("hidden_act", "silu"),
         Noted("swiglu_limit", "activation_limit", 7.0),
+        Only("swiglu_alpha", 1.702),
         Rope(
             150000.0,
             scaling={

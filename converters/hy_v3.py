@@ -16,6 +16,7 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
+    ScoreNorm,
 )
 
 _STORED, _OURS = "model.layers.{l}.mlp.", "layers.{l}.mlp."
@@ -48,6 +49,7 @@ FAMILY = Family(
         Only("mlp_bias", False),
         Key("num_experts", "num_experts", 192),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
+        ScoreNorm(None),
         Key("moe_intermediate_size", "moe_ffn_hidden_size", 1536),
         Multiple(
             "num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1

@@ -16,6 +16,7 @@ from megtool.convert import (
     Multiple,
     Nullable,
     Only,
+    ScoreNorm,
 )
 
 FAMILY = Family(
@@ -32,6 +33,11 @@ FAMILY = Family(
         "router_expert_bias": True,
         "router_fp32": True,
         "router_group_best": 2,
+        "latent_norm_eps": 1e-6,
+    },
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
     },
     config=(
         Key("num_hidden_layers", "num_layers", 27),
@@ -59,9 +65,9 @@ FAMILY = Family(
         MoeLayers(first="first_k_dense_replace", types="mlp_layer_types", num_dense=1),
         Only("moe_layer_freq", 1),
         EitherKey(("num_expert_group", "n_group"), "router_num_groups", 1),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 2.446),
-        Only("moe_renormalize", True),
+        ScoreNorm("moe_renormalize"),
         Only("moe_router_activation_func", "sigmoid"),
         Only("num_nextn_predict_layers", 0),
         Only("hidden_act", "silu"),

@@ -12,8 +12,8 @@ from megtool.convert import (
     Key,
     LayerKinds,
     MoeLayers,
-    Only,
     Rope,
+    ScoreNorm,
 )
 
 FAMILY = Family(
@@ -44,7 +44,7 @@ FAMILY = Family(
         MoeLayers(first="num_dense_layers", num_dense=2),
         Key("use_expert_bias", "router_expert_bias", True),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         LayerKinds("layer_types", (("conv", "c"), ("full_attention", "*")), feeds=True),
         Key("conv_L_cache", "short_conv_taps", 3),
         Key("conv_bias", "short_conv_bias", False),

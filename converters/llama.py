@@ -38,7 +38,9 @@ FAMILY = Family(
         Key("mlp_bias", "mlp_bias", False),
         Activation(),
         Rope(10000.0),
-        Window(default={"mistral": 4096}),
+        Window(
+            default={"mistral": 4096}, types=("mistral",), architectures=("MistralForCausalLM",)
+        ),
     ),
     hf=(
         Row("model.embed_tokens.weight", "embed.weight"),

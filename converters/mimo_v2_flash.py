@@ -18,6 +18,7 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
+    ScoreNorm,
     WindowHeads,
     hf_mtp,
 )
@@ -79,9 +80,9 @@ FAMILY = Family(
         MoeLayers(types="mlp_layer_types", flags="moe_layer_freq", num_dense=1),
         Only("n_shared_experts", 0),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         Activation(),
@@ -90,11 +91,13 @@ FAMILY = Family(
             5000000.0,
             percent_key="partial_rotary_factor",
             percent=0.334,
-            local_key="swa_rope_theta",
+            key="",
             by_kind=True,
             old=False,
         ),
-        Key("rope_theta", "rope_base", Default("rope_base")),  # of published files
+        # Of published files: transformers does not read them.
+        Only("rope_theta", Default("rope_base")),
+        Only("swa_rope_theta", Default("rope_local_base")),
     ),
     hf=(
         *HF_MODEL,

@@ -13,6 +13,7 @@ from megtool.convert import (
     Only,
     Rope,
     Row,
+    ScoreNorm,
     Stacked,
 )
 
@@ -42,6 +43,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("num_local_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
+        ScoreNorm(None),
         Only("use_qk_norm", True),
         Only("qk_norm_type", "per_layer"),
         Only("scoring_func", "sigmoid"),

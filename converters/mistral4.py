@@ -42,6 +42,11 @@ FAMILY = Family(
         "gated": True,
         "qk_norm": True,
         "attn_temperature_rotated": True,
+        "latent_norm_eps": 1e-6,
+    },
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
     },
     config=(
         Key("num_hidden_layers", "num_layers"),

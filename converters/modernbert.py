@@ -55,7 +55,13 @@ FAMILY = Family(
             every=3,
             both_sides=True,
         ),
-        Rope(160000.0, key="global_rope_theta", local_key="local_rope_theta", by_kind=True),
+        Rope(
+            160000.0,
+            key="global_rope_theta",
+            local_key="local_rope_theta",
+            by_kind=True,
+            scales_windows=True,
+        ),
     ),
     hf=(
         Row("model.embeddings.tok_embeddings.weight", "embed.weight"),

@@ -25,6 +25,10 @@ FAMILY = Family(
         "gated": False,
         "activation": "gelu",
     },
+    ignores={
+        "norm_type": "the class has layer norms without bias",
+        "learned_pos_emb": "the class has slopes alone",
+    },
     config=(
         Key("n_layers", "num_layers"),
         Key("d_model", "hidden_size"),

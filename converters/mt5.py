@@ -18,6 +18,11 @@ FAMILY = Family(
     head_unties=True,
     vocabulary=T5_WEIGHTS,
     config=t5_keys("gated-gelu", **MT5_SIZES),
+    ignores={
+        "dense_act_fn": "feed_forward_proj says it",
+        "is_gated_act": "feed_forward_proj says it",
+        "is_decoder": "the class has both stacks",
+    },
     hf=HF_T5,
     megatron=MEGATRON_T5,
     limits=T5_LIMITS,

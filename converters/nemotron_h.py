@@ -1,6 +1,7 @@
 """Nemotron-H, Nemotron Nano 2 and 3: Mamba-2, attention, MLPs and experts, one in every layer."""
 
 from megtool.convert import (
+    AtMost,
     Default,
     Dropped,
     Family,
@@ -11,6 +12,7 @@ from megtool.convert import (
     OneOf,
     Only,
     Row,
+    ScoreNorm,
     StepLimit,
     hf_mamba,
     in_inner_mtp,
@@ -60,6 +62,8 @@ _FEEDING = (
 _EACH = "mtp.layers.{m*num_mtp_branches+k}."
 _FIRST, _LAST = "mtp.layers.{m*num_mtp_branches}.", "mtp.layers.{(m+1)*num_mtp_branches-1}."
 
+_STEP = "would limit steps from below in some implementations of transformers, not in others"
+
 FAMILY = Family(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
@@ -72,6 +76,10 @@ FAMILY = Family(
         "router_expert_bias": True,
         "router_fp32": True,
         "router_group_best": 2,
+    },
+    ignores={
+        "n_shared_experts": "their width says it",
+        "expand": "heads and their size say it",
     },
     config=(
         LayerKinds("layers_block_type", _KINDS, counts=True, pattern_key="hybrid_override_pattern"),
@@ -94,6 +102,7 @@ FAMILY = Family(
         KindKey("n_groups", "mamba_num_groups", "M", 8),
         KindKey("conv_kernel", "mamba_conv_kernel", "M", 4),
         StepLimit(),
+        AtMost("time_step_min", "0.001", _STEP),
         Only("use_conv_bias", True),
         Only("use_bias", False),
         Only("mamba_proj_bias", False),
@@ -106,7 +115,7 @@ FAMILY = Family(
         KindKey("n_group", "router_num_groups", "E", 1),
         KindKey("topk_group", "router_topk_groups", "E", 1),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
         MtpKind("mtp_layers_block_type", _KINDS, "mtp_hybrid_override_pattern", "*E"),
     ),

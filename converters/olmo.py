@@ -9,7 +9,7 @@ from megtool.convert import (
     Derived,
     Family,
     Key,
-    Only,
+    Noted,
     Rope,
 )
 
@@ -31,7 +31,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
-        Only("clip_qkv", None),
+        Noted("clip_qkv", "qkv_clip", 0.0),
         Activation(),
         Rope(10000.0),
     ),

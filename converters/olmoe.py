@@ -13,7 +13,7 @@ from megtool.convert import (
     Family,
     Inverted,
     Key,
-    Only,
+    Noted,
     Rope,
 )
 
@@ -41,7 +41,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
-        Only("clip_qkv", None),
+        Noted("clip_qkv", "qkv_clip", 0.0),
         EitherKey(("num_experts", "num_local_experts"), "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token", 8),
         Inverted("norm_topk_prob", "router_pre_softmax", False),

@@ -40,7 +40,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Key("qk_layernorm", "qk_norm", True),
         Activation("hidden_act", "relu2"),
-        Rope(25000.0, percent_key="partial_rotary_factor", percent=0.5),
+        Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
     ),
     hf=(
         Row("model.embed_tokens.weight", "embed.weight"),

@@ -48,7 +48,7 @@ FAMILY = Family(
         OneOf("num_experts_per_tok", "num_experts_per_token", (2,)),
         Noted("router_jitter_noise", "router_jitter", 0.01),
         Activation(),
-        Rope(1000000.0),
+        Rope(1000000.0, has_mscales=True),
         Window(),
     ),
     hf=(

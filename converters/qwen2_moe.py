@@ -47,7 +47,12 @@ FAMILY = Family(
         Inverted("norm_topk_prob", "router_pre_softmax", False),
         Activation(),
         Rope(10000.0),
-        Window(default=4096, switch="use_sliding_window", first_key="max_window_layers"),
+        Window(
+            default=4096,
+            switch="use_sliding_window",
+            until_key="max_window_layers",
+            needs_switch=True,
+        ),
     ),
     hf=(
         *HF_MODEL,

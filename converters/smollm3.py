@@ -35,8 +35,8 @@ FAMILY = Family(
         Key("mlp_bias", "mlp_bias", False),
         Activation(),
         Rope(2000000.0),
-        Window(switch="use_sliding_window"),
         NoRope(),
+        Window(switch="use_sliding_window", in_still_layers=True),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
 )

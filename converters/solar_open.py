@@ -15,6 +15,7 @@ from megtool.convert import (
     Nullable,
     Only,
     Rope,
+    ScoreNorm,
 )
 
 FAMILY = Family(
@@ -48,9 +49,9 @@ FAMILY = Family(
             "n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=1
         ),
         Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
+        Nullable("topk_group", "router_topk_groups", absent=1, needs="router_num_groups"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
-        Only("norm_topk_prob", True),
+        ScoreNorm(),
         Only("first_k_dense_replace", 0),
         Only("use_qk_norm", False),
         Activation(),

@@ -18,6 +18,11 @@ FAMILY = Family(
     traits={"norm": "rmsnorm", "position_embedding": "relative", "softmax_scale": 1.0},
     head_unties=True,
     vocabulary=T5_WEIGHTS,
+    ignores={
+        "dense_act_fn": "feed_forward_proj says it",
+        "is_gated_act": "feed_forward_proj says it",
+        "is_decoder": "the class has both stacks",
+    },
     config=(
         *t5_keys("relu"),
         # T5 scales the states that logits are made of; T5 1.1 and Flan-T5 do not, which their

@@ -24,6 +24,11 @@ FAMILY = Family(
     },
     head_unties=True,
     vocabulary=T5_WEIGHTS,
+    ignores={
+        "dense_act_fn": "feed_forward_proj says it",
+        "is_gated_act": "feed_forward_proj says it",
+        "is_decoder": "the class has both stacks",
+    },
     config=(
         *t5_keys("gated-gelu", **MT5_SIZES),
         # Published models say `false`, as releases of transformers before 5 wrote it; transformers

@@ -20,7 +20,11 @@ FAMILY = Family(
     name="youtu",
     architectures=("YoutuForCausalLM",),
     model_types=("youtu",),
-    traits={"norm": "rmsnorm", "gated": True, "qk_norm": True},
+    traits={"norm": "rmsnorm", "gated": True, "qk_norm": True, "latent_norm_eps": 1e-6},
+    ignores={
+        "qk_head_dim": "the sizes of its parts say it",
+        "head_dim": "the sizes of its parts say it",
+    },
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),

@@ -21,10 +21,10 @@ from megtool.convert.config.keys import (
     Only,
     Refused,
 )
-from megtool.convert.config.rope import NoRope, Rope, RopeInWindows, RopeTemperature
+from megtool.convert.config.rope import FixedRope, NoRope, Rope, RopeInWindows, RopeTemperature
 from megtool.convert.config.scaled_layers import ScaledLayers
 from megtool.convert.config.shared import GroupedHeads, LayerInputs, SharedKeys
-from megtool.convert.config.windows import Window
+from megtool.convert.config.windows import Chunks, Window
 from megtool.convert.families.decoder_rows import (
     GGUF_DECODER,
     GGUF_EXPERTS,
@@ -104,6 +104,7 @@ if TYPE_CHECKING:
         LocalLayers,
         MptAttention,
         MultiQuery,
+        UnscaledScores,
     )
     from megtool.convert.config.layer_kinds import (
         EveryLayer,
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from megtool.convert.config.moe import (
         Alike,
         Assumed,
+        AtMost,
         EitherKey,
         Implied,
         Inverted,
@@ -126,6 +128,7 @@ if TYPE_CHECKING:
         Multiple,
         Noted,
         Nullable,
+        ScoreNorm,
         Unless,
     )
     from megtool.convert.config.short_conv import AdjustedFeedForward

@@ -45,6 +45,12 @@ def masks_of(
     )
 
 
+def has_chunks(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer attends within chunks, where the model has any."""
+    chunked = config.window.chunk_layers
+    return has_rotation(config, layer) if chunked is None else bool(chunked[layer])
+
+
 class Masks:
     """The masks of one forward pass, each built when a layer first needs its kind.
 
@@ -68,7 +74,7 @@ class Masks:
         """The mask of a layer."""
         config, span = self.config, self.span
         window = config.window.window_size if config.window.has_window(layer) else 0
-        chunk = config.window.attn_chunk_size if has_rotation(config, layer) else 0
+        chunk = config.window.attn_chunk_size if has_chunks(config, layer) else 0
         if window >= span.num_keys:
             window = 0
         if chunk >= span.num_keys and span.is_counted:

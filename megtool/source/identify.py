@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megtool.convert.megatron.settings import (
     plain_args,
     refusal,
 )
-from megtool.errors import FormatError, MappingError, UnknownFamilyError
+from megtool.errors import FormatError, MappingError, UnknownFamilyError, listed
 from megtool.formats import ARRAY_FORMATS
 from megtool.formats.auxiliary_files import check_json_size
 from megtool.megatron_state.nemo_config import read_foreign_args
@@ -97,6 +98,7 @@ def _describe_model(
             config, chosen, [n for n in drop_settings if n not in removed or fields_called(n)]
         )
         _check_vocabulary(catalogue, config)
+        _tell_unknown_keys(_config_file(catalogue, like), chosen.unknown_keys(stated))
         return ModelIdentity(
             family=chosen,
             config=config,
@@ -205,6 +207,18 @@ def refuse_lost(model: ModelIdentity, catalogue: Catalogue, for_format: str | No
         return
     error.file = error.file or str(catalogue.root)
     raise error
+
+
+@cache  # a job may open one checkpoint several times
+def _tell_unknown_keys(place: Path, keys: tuple[str, ...]) -> None:
+    if not keys:
+        return
+    _LOG.warning(
+        "%s has %s that megtool does not know (%s): kept as written, and not computed by",
+        place,
+        "a key" if len(keys) == 1 else "keys",
+        listed([repr(k) for k in keys]),
+    )
 
 
 def _values(catalogue: Catalogue, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:

@@ -49,6 +49,12 @@ class AttentionPart:
         "factor", 1.0, hf="attention_value_scale", megatron="attention_value_scale"
     )
     """Multiplies values."""
+    qkv_clip: float = fact("number", 0.0, hf="clip_qkv", megatron=None, limits="not negative")
+    """Queries, keys and values are clamped to so much on both sides, before rotation; 0: not."""
+    attn_scale_by_layer: bool = fact(
+        "flag", False, hf="scale_attn_by_inverse_layer_idx", megatron=None
+    )
+    """Scores are divided by the number of their layer, counted from 1."""
     value_norm: bool = fact("flag", False, hf=None, megatron=None)
     """Values are divided by their root mean square."""
     tied_values: tuple[int, ...] | None = fact(
@@ -105,7 +111,11 @@ class WindowPart:
     window_sinks: bool = fact("flag", False, hf=None, megatron="swa_num_query_groups")
     """Layers without a window have no sinks."""
     attn_chunk_size: int = fact("tokens", 0, hf="attention_chunk_size", megatron=None)
-    """Layers with rotary embedding attend within chunks of so many tokens; 0: no chunks."""
+    """Layers attend within chunks of so many tokens; 0: no chunks."""
+    chunk_layers: tuple[int, ...] | None = fact(
+        "flags by layer", None, hf="layer_types", megatron=None
+    )
+    """A 1 for every layer that does; None: those with rotary embedding."""
 
     def __post_init__(self) -> None:
         check_part(self)
@@ -134,6 +144,10 @@ class LatentPart:
         "elements", 0, hf="qk_rope_head_dim", megatron="qk_pos_emb_head_dim"
     )
     """Elements of a query head that turn."""
+    latent_norm_eps: float = fact(
+        "number", 0.0, hf=None, megatron=None, from_family=False, limits="not negative"
+    )
+    """Added in the norms of both vectors; 0: `norm_eps`, as in the other norms, and in Megatron."""
 
     def __post_init__(self) -> None:
         check_part(self)

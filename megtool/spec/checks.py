@@ -23,6 +23,9 @@ def check_part(part: object) -> None:
         if kind == "bool":
             if not isinstance(value, bool):
                 raise MappingError(f"{name} is {value!r}", hint="true or false")
+        elif kind == "bool | None":
+            if value is not None and not isinstance(value, bool):
+                raise MappingError(f"{name} is {value!r}", hint="true, false or nothing")
         elif kind == "int":
             check_int(name, value, facts.least)
         elif kind == "float | None":
@@ -42,7 +45,7 @@ _CHECKED: dict[type, tuple[tuple[str, str, FieldFacts], ...]] = {}
 
 
 def _checked_fields(part: type) -> tuple[tuple[str, str, FieldFacts], ...]:
-    kinds = ("bool", "int", "float", "float | None")
+    kinds = ("bool", "bool | None", "int", "float", "float | None")
     return tuple(
         (name, str(field.type), facts)
         for name, (field, facts) in read_facts(part).items()

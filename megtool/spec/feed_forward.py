@@ -95,6 +95,9 @@ class RouterPart:
         "flag", False, hf="norm_topk_prob", megatron="moe_router_pre_softmax"
     )
     """Scores are normalized before the choice of experts, not among the chosen."""
+    router_normalized: bool | None = fact("flag or none", None, hf="norm_topk_prob", megatron=None)
+    """Scores of the chosen experts that are no softmax are divided by their sum; None: where there
+    are several, as in Megatron."""
     router_scaling: float = fact(
         "factor", 1.0, hf="routed_scaling_factor", megatron="moe_router_topk_scaling_factor"
     )

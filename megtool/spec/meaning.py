@@ -128,6 +128,12 @@ _MATTERS: tuple[tuple[Callable[[ModelConfig], object], tuple[str, ...]], ...] = 
         ("relative_num_buckets", "relative_max_distance", "relative_per_layer"),
     ),
     (lambda c: c.positions.position_embedding == "alibi", ("alibi_bias_max",)),
+    (lambda c: c.latent.kv_lora_rank, ("latent_norm_eps",)),
+    (lambda c: c.window.attn_chunk_size, ("chunk_layers",)),
+    (
+        lambda c: c.moe.num_experts and c.router.router_score != "softmax",
+        ("router_normalized",),
+    ),
     (lambda c: c.positions.position_embedding == "learned", ("position_offset",)),
     (
         lambda c: c.attention.attn_temperature_scale,
@@ -216,6 +222,27 @@ def _score_scale(config: ModelConfig) -> float:
     return float(size**-0.5 if attention.softmax_scale is None else attention.softmax_scale)
 
 
+_LEAST_EPS = 1e-5
+"""Epsilons up to this one differ by no more than rounding beside the size of latents."""
+
+
+def _latent_eps(config: ModelConfig) -> float:
+    return max(config.latent.latent_norm_eps or config.norms.norm_eps, _LEAST_EPS)
+
+
+def _chunked_layers(config: ModelConfig) -> frozenset[int]:
+    flags = config.window.chunk_layers
+    return _turning_layers(config) if flags is None else _flagged(flags, config)
+
+
+def _normalizes(config: ModelConfig) -> bool:
+    """Whether scores of the chosen experts that are no softmax are divided by their sum."""
+    router = config.router
+    if router.router_normalized is not None:
+        return router.router_normalized
+    return config.moe.num_experts_per_token > 1 and not router.router_scales_input
+
+
 def _flagged(flags: tuple[int, ...] | None, config: ModelConfig) -> frozenset[int]:
     return frozenset(i for i, flag in enumerate(flags or ()) if flag and i < config.num_layers)
 
@@ -226,6 +253,9 @@ _MEANINGS: dict[str, Callable[[ModelConfig], Any]] = {
     "moe_layer_freq": layer_sets.moe_layers,
     "v_head_dim": lambda c: c.attention.value_size,
     "softmax_scale": _score_scale,
+    "latent_norm_eps": _latent_eps,
+    "chunk_layers": _chunked_layers,
+    "router_normalized": _normalizes,
     "tied_values": lambda c: _flagged(c.attention.tied_values, c),
     "shared_kv": lambda c: _flagged(c.attention.shared_kv, c),
     "shared_index_layers": lambda c: _flagged(c.indexer.shared_index_layers, c),

@@ -376,6 +376,9 @@ def _check_layers(config: ModelConfig) -> None:
     is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
     if skip is not None and not is_step and not are_flags(skip, counts):
         raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
+    chunked = config.window.chunk_layers
+    if chunked is not None and not are_flags(chunked, counts):
+        raise MappingError(f"chunk_layers is {chunked!r}", hint=flags)
     if without is not None and not are_flags(without, counts):
         raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
     if attention.tied_values is not None and not are_flags(attention.tied_values, counts):

@@ -15,15 +15,10 @@ pytest.importorskip("transformers")
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.support.fidelity.whole_configs import CASES, Seen, whole_config
+
 NOT_THERE = {"bailing_moe_v2", "mimo", "nemotron_nas", "openelm"}
 """Families that transformers has no configuration for."""
-
-SAID: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 64},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-}
-"""Keys without which transformers' own configuration is that of no model we know."""
 
 BESIDE = {
     "num_mtp_layers": "tensors say it, and transformers has none of them",
@@ -32,46 +27,12 @@ BESIDE = {
 """Fields that are not compared, and why."""
 
 UNLIKE = {
-    ("persimmon", "rope_parameters"): "transformers 5 lost the base of 25000",
+    ("llama", "model_type"): "without it the class says whether it is a Mistral",
     ("kimi_k25", "tie_word_embeddings"): "the inner settings have it in published files",
     ("mistral3", "tie_word_embeddings"): "the inner settings have it in published files",
     ("qwen3_vl_moe", "tie_word_embeddings"): "the inner settings have it in published files",
 }
 """Keys of families that are not read as transformers reads them, and why."""
-
-CASES = [
-    (name, kind)
-    for name in family_names()
-    for kind in family(name).model_types
-    if kind in CONFIG_MAPPING
-]
-
-
-class Seen(dict[str, Any]):
-    """Keys and values that notes which are looked at."""
-
-    def __init__(self, stored: dict[str, Any]) -> None:
-        super().__init__(stored)
-        self.names: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.names.add(key)
-        return super().__getitem__(key)
-
-
-def whole_config(name: str, kind: str) -> dict[str, Any]:
-    """transformers' default of the family, with fewer heads of keys than of queries."""
-    keys = dict(SAID.get(name, {}))
-    made = CONFIG_MAPPING[kind](**keys)
-    heads = getattr(made, "num_attention_heads", None)
-    if heads is not None and getattr(made, "num_key_value_heads", 0) in (None, heads):
-        made = CONFIG_MAPPING[kind](**keys, num_key_value_heads=heads // 2)
-    whole: dict[str, Any] = made.to_dict()
-    return whole
 
 
 def comparable(config: ModelConfig) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     differ = {name for name in CONFIG_FIELDS if said.get(name) != config.get(name)}
     # A bias of the router or the head is told by its tensor; what only generation needs, by no arg.
     told = {"attn_out_bias"} if megatron_limits(config) else set()
-    unsaid = {"router_group_best", "attn_chunk_size"}
+    unsaid = {"router_group_best", "attn_chunk_size", "latent_norm_eps"}
     unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
     unsaid |= {"embedding_scale", "residual_scale", "softmax_scale", "logit_scale"}
     if config.attention.attn_temperature_rotated and config.attention.attn_temperature_scale:
@@ -484,7 +484,6 @@ def test_which_layers_are_mixtures(name: str, keys: dict[str, Any], want: Any) -
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "by steps of 0"),
         ("ernie4_5_moe", {"moe_layer_start_index": [1, 2]}, r"in layers \[1, 2\]"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("phimoe", {"router_jitter_noise": -1.0}, "router_jitter is -1.0"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.convert.config.keys import Setting
+from megtool.convert.config.keys import Setting, unsupported
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
 
@@ -15,6 +15,7 @@ ACTIVATIONS = (
     *("gelu_accurate", "gelu_python_tanh", "quick_gelu", "relu", "relu2"),
 )
 """Names of `ACT2FN` whose formulas are known."""
+_KNOWN = ", ".join(map(repr, ACTIVATIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,17 @@ class Activation(Setting):
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The key's value, if its formula is known."""
         value = stored.get(self.key)
-        into["activation"] = self._check(self.key, self.default if value is None else value)
+        value = self.default if value is None else value
+        if value not in ACTIVATIONS:
+            raise unsupported(self.key, value, f"but the family knows {_KNOWN}")
+        into["activation"] = value
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The field's value, if transformers knows it."""
-        into[self.key] = self._check("activation", config.mlp.activation)
-
-    def _check(self, name: str, value: Any) -> Any:
-        if value not in ACTIVATIONS:
+        if (value := config.mlp.activation) not in ACTIVATIONS:
             raise MappingError(
-                f"the configuration says {name}={value!r}, "
-                f"but the family knows {', '.join(map(repr, ACTIVATIONS))}",
+                f"activation is {value!r}, but the family knows {_KNOWN}",
                 error_id="unsupported-model",
             )
-        return value
+        into[self.key] = value

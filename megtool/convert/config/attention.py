@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from megtool.convert.config.keys import Setting, num_layers
+from megtool.convert.config.keys import Setting, num_layers, unsupported
 from megtool.convert.config.windows import skip_flags, skip_freq
 from megtool.errors import MappingError
 from megtool.spec.model_config import MOST_LAYERS, ModelConfig
@@ -15,11 +15,9 @@ _MPT, _TYPES, _LAYERS = "attn_config", "attention_types", "attention_layers"
 _KINDS = ("global", "local")
 _MPT_KNOWN: Mapping[str, tuple[Any, ...]] = {
     "attn_type": ("multihead_attention",),
-    "clip_qkv": (None, 0),
     "prefix_lm": (False,),
     "qk_ln": (False,),
     "alibi": (True,),
-    "softmax_scale": (None,),
 }
 
 
@@ -30,6 +28,8 @@ class MptAttention(Setting):
     The keys are kept verbatim in `extra`.
     """
 
+    reads_keys: ClassVar[tuple[str, ...]] = (_MPT,)
+
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The largest exponent of a slope."""
         nested = stored.get(_MPT) or {}
@@ -37,25 +37,59 @@ class MptAttention(Setting):
             raise MappingError(f"{_MPT} is {nested!r}", hint="keys and values")
         for key, known in _MPT_KNOWN.items():
             if (value := nested.get(key, known[0])) not in known:
-                raise MappingError(
-                    f"the configuration says {_MPT}.{key}={value!r}, "
-                    f"but the family knows {known[0]!r}",
-                    error_id="unsupported-model",
-                )
+                raise unsupported(f"{_MPT}.{key}", value, f"but the family knows {known[0]!r}")
         into["alibi_bias_max"] = nested.get("alibi_bias_max", 8)
+        into["qkv_clip"] = nested.get("clip_qkv") or 0.0
+        into["softmax_scale"] = nested.get("softmax_scale")
         return ()
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The keys, with those that were kept."""
         nested, value = dict(config.extra.get(_MPT) or {}), config.positions.alibi_bias_max
+        more: dict[str, Any] = {}
         if nested.get("alibi_bias_max", 8) != value or not nested:
             more = {"alibi": True, "alibi_bias_max": int(value) if value == int(value) else value}
+        attention = config.attention
+        for key, number in (
+            ("clip_qkv", attention.qkv_clip or None),
+            ("softmax_scale", attention.softmax_scale),
+        ):
+            if (nested.get(key) or None) != number:
+                more[key] = number
+        if more:
             into[_MPT] = nested | more
+
+
+@dataclass(frozen=True, slots=True)
+class UnscaledScores(Setting):
+    """A flag without which scores are not divided by the root of a head's size; null counts as
+    false."""
+
+    key: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The factor of scores."""
+        into["softmax_scale"] = None if stored.get(self.key, True) else 1.0
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The flag, if the factor is either."""
+        if (scale := config.attention.softmax_scale) not in (None, 1.0):
+            usual = config.attention.head_dim**-0.5
+            if abs(scale / usual - 1) > 1e-6:
+                raise MappingError(
+                    f"softmax_scale is {scale!r}",
+                    hint=f"1, or {usual!r} in this family",
+                    error_id="unsupported-model",
+                )
+        into[self.key] = scale != 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class MultiQuery(Setting):
     """A flag for one head of keys and values; else there are as many as of queries."""
+
+    reads_keys: ClassVar[tuple[str, ...]] = ("num_key_value_heads",)
 
     key: str = "multi_query"
 
@@ -83,15 +117,23 @@ class MultiQuery(Setting):
 class LocalLayers(Setting):
     """GPT-Neo's windows: lists of `global` and `local`, each with how often it is repeated.
 
-    The lists are kept verbatim in `extra`.
+    One of all layers, which published files have beside them, comes first. The lists are kept
+    verbatim in `extra`.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (_TYPES, _LAYERS, "window_size")
 
     default: int = 256
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Size and pattern."""
-        flags = _read_local(stored.get(_TYPES), num_layers(into))
-        into["window_size"] = (stored.get("window_size") or self.default) if any(flags) else 0
+        layers, kinds = num_layers(into), stored.get(_LAYERS)
+        flags = _read_local(stored.get(_TYPES) if kinds is None else [[kinds, 1]], layers)
+        size = stored.get("window_size")
+        size = self.default if size is None else size
+        if any(flags) and not size:
+            raise unsupported("window_size", size, "and layers with a window attend to nothing")
+        into["window_size"] = size if any(flags) else 0
         into["window_skip_freq"] = skip_freq(flags) if any(flags) else None
         return ("window_size",) if any(flags) else ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.errors import MappingError
@@ -33,6 +33,14 @@ class CompressRatios(Setting):
     ratio; `compress_ratios` has the numbers, further ones being those of multi-token prediction.
     The keys are preserved verbatim.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (
+        "layer_types",
+        "compress_ratios",
+        "compress_rates",
+        "compress_rate_csa",
+        "compress_rate_hca",
+    )
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """One number for each layer."""
@@ -113,6 +121,8 @@ class HashLayers(Setting):
     """In how many layers, the first ones, a table chooses the experts: a number, or a list with the
     kind of each. The keys are preserved verbatim."""
 
+    reads_keys: ClassVar[tuple[str, ...]] = ("mlp_layer_types", "num_hash_layers")
+
     default: int = 3
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
@@ -150,6 +160,9 @@ class HashLayers(Setting):
         return count
 
 
+_PART, _YARN_FACTOR = 64 / 512, "attention_factor"
+
+
 _ROPE_KEYS = (
     "rope_parameters",
     "rope_scaling",
@@ -158,13 +171,14 @@ _ROPE_KEYS = (
     "partial_rotary_factor",
     "qk_rope_head_dim",
 )
-_PART, _YARN_FACTOR = 64 / 512, "attention_factor"
 
 
 @dataclass(frozen=True, slots=True)
 class CompressRope(Setting):
     """Rotary embedding of layers with compressed keys, and of those without: a base for each, and a
     scaling for the first, whose YaRN scales no cosines. The keys are preserved verbatim."""
+
+    reads_keys: ClassVar[tuple[str, ...]] = _ROPE_KEYS
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Both bases, the part of a head that turns, and the scaling."""
@@ -192,16 +206,40 @@ class CompressRope(Setting):
             into["rope_parameters"] = None
 
 
+_PARTS = ("partial_rotary_factor", "qk_rope_head_dim")
+
+
+_UNREAD = ("short_mscale", "long_mscale", "truncate")  # truncate: beside the tables of both kinds
+
+
 def _rope(stored: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     new, main = stored.get("rope_parameters") or {}, {}
     base = stored.get("compress_rope_theta") or 160000.0
-    if isinstance(new.get("main"), Mapping) and isinstance(new.get("compress"), Mapping):
+    older = stored.get("rope_scaling") or {}
+    is_nested = isinstance(new.get("main"), Mapping) and isinstance(new.get("compress"), Mapping)
+    if is_nested:
         main, scaling = dict(new["main"]), dict(new["compress"])
-        base = scaling.pop("rope_theta", None) or base
+        base = scaling.pop("rope_theta", None) or stored.get("rope_theta") or 10000.0
+        if older:
+            raise MappingError(
+                "rope_scaling stands beside rope_parameters, and transformers lets it win",
+                hint="one of the two",
+                error_id="unsupported-setting",
+            )
+        outer = stored.get("partial_rotary_factor") or 1.0
+        parts = {float(d.get("partial_rotary_factor") or outer) for d in (main, scaling)}
+        if len(parts) > 1:
+            raise MappingError(
+                f"parts of heads that turn are {sorted(parts)}, by kinds of layers",
+                hint="in this family heads of all layers turn in the same part",
+                error_id="unsupported-setting",
+            )
+        scaling["partial_rotary_factor"] = parts.pop()
+        stored = {k: v for k, v in stored.items() if k not in _PARTS}
     else:
-        scaling = dict(new or stored.get("rope_scaling") or {})
-        scaling = {k: v for k, v in scaling.items() if k not in ("main", "compress")}
-        main = {"rope_theta": scaling.pop("rope_theta", None)}
+        scaling = {k: v for k, v in (older or new).items() if k not in ("main", "compress")}
+        scaling.pop("rope_theta", None)
+        main = {}
     if main.get("rope_type", "default") != "default":
         raise MappingError(
             f"layers without compressed keys have a rotary scaling {main['rope_type']!r:.40}",
@@ -215,8 +253,9 @@ def _rope(stored: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     kind = scaling.get("rope_type", "default")
-    if kind == "yarn":
+    if kind == "yarn" and not is_nested:
         scaling.setdefault(_YARN_FACTOR, 1.0)
+    scaling = {k: v for k, v in scaling.items() if k not in _UNREAD}
     return {
         "rotary_percent": float(_PART if part is None else part),
         "rope_base": float(main.get("rope_theta") or stored.get("rope_theta") or 10000.0),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.convert.config.shared import WIDTH, shared_args, shared_fields
@@ -28,6 +28,15 @@ class GlobalHeads(Setting):
 
     It comes after `Window`. The keys are kept verbatim in `extra`.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (
+        "head_dim",
+        "num_key_value_heads",
+        _SIZE,
+        _BY_LAYER,
+        _HEADS,
+        _TIED,
+    )
 
     head_dim: int = 256
     global_head_dim: int = 512

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, cast
 
 from megtool.convert.language.expression import evaluate
 from megtool.errors import MappingError
@@ -19,6 +19,10 @@ class Setting(ABC):
 
     __slots__ = ()
 
+    names_keys: ClassVar[tuple[str, ...]] = ("key",)
+    """Its fields that are keys, or lists of them; those that end in `_key` are, too."""
+    reads_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that it reads whatever its fields say."""
     counts_layers: ClassVar[bool] = False
     """Whether it says what layers are by their numbers, which change where some are left out."""
 
@@ -29,6 +33,20 @@ class Setting(ABC):
     @abstractmethod
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Put stored keys into `into`."""
+
+    @property
+    def stored_keys(self) -> tuple[str, ...]:
+        """Every key of a config.json that it may read."""
+        out = list(self.reads_keys)
+        for member in fields(cast(Any, self)):
+            if member.name in self.names_keys or member.name.endswith("_key"):
+                value = getattr(self, member.name)
+                out += value if isinstance(value, tuple) else (value,)
+        return tuple(k for k in out if k and isinstance(k, str))
+
+    def known_values(self) -> dict[str, str]:
+        """Return what is said of keys that may have few values: others are refused."""
+        return {}
 
     def complete(self, into: dict[str, Any], unsaid: Collection[str]) -> tuple[str, ...]:
         """Set its field if Megatron's args cannot say it (`unsaid`); returns the key that would."""
@@ -107,26 +125,27 @@ class Only(Setting):
     """A stored key for which the family knows one value, or an absence (or null) that means it.
 
     The value may be a `Default("expression")` over the fields read before it. `absent` is another
-    value that the absence means, which is refused.
+    value that the absence means, which is refused. A key that the class does not declare is not
+    written.
     """
 
     key: str
     value: Any
     absent: Any = None
+    is_written: bool = True
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Refuse any other value."""
         value = stored.get(self.key, self.absent)
+        if value is None and self.key in stored and self.value is True:
+            value = False  # as Python reads null
         if value is None:
             return ()  # null stays null
         want = self.value
         if isinstance(want, Default):
             want = evaluate(want.expression, into)
         if value != want:
-            raise MappingError(
-                f"the configuration says {self.key}={value!r}, but the family knows {want!r}",
-                error_id="unsupported-model",
-            )
+            raise unsupported(self.key, value, f"but the family knows {want!r}")
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
@@ -134,8 +153,13 @@ class Only(Setting):
         value = self.value
         if isinstance(value, Default):
             value = evaluate(value.expression, config)
-        if self.key not in config.extra and value is not None:
+        if self.is_written and self.key not in config.extra and value is not None:
             into[self.key] = value
+
+    def known_values(self) -> dict[str, str]:
+        """The one value, or its expression."""
+        value = self.value
+        return {self.key: value.expression if isinstance(value, Default) else repr(value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +172,18 @@ class Refused(Setting):
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Refuse the value."""
-        if stored.get(self.key) == self.value:
-            raise MappingError(
-                f"the configuration says {self.key}={self.value!r}: {self.reason}",
-                hint="no Megatron layout can represent this model",
-                error_id="unsupported-model",
-            )
+        value = stored.get(self.key)
+        is_false = value is None and self.key in stored and self.value is False  # as Python reads
+        if value == self.value or is_false:
+            raise unsupported(self.key, self.value, f"and {self.reason}")
         return ()
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Nothing."""
+
+    def known_values(self) -> dict[str, str]:
+        """The value that is refused."""
+        return {self.key: f"not {self.value!r}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +199,8 @@ class OneOf(Setting):
         value = stored.get(self.key)
         value = self.values[0] if value is None else value
         if value not in self.values:
-            raise MappingError(
-                f"the configuration says {self.key}={value!r}, "
-                f"but the family knows {', '.join(map(repr, self.values))}",
-                error_id="unsupported-model",
-            )
+            known = ", ".join(map(repr, self.values))
+            raise unsupported(self.key, value, f"but the family knows {known}")
         into[self.field] = value
         return (self.key,)
 
@@ -191,6 +214,10 @@ class OneOf(Setting):
                 error_id="unsupported-model",
             )
         into[self.key] = value
+
+    def known_values(self) -> dict[str, str]:
+        """All of them."""
+        return {self.key: " or ".join(map(repr, self.values))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +284,19 @@ class EmbeddingSwitch(Setting):
         into[self.key] = config.embedding.embedding_scale != 1.0
 
 
+def unsupported(key: str, value: object, why: str) -> MappingError:
+    """Make the error for a value of a key that would change what the model computes.
+
+    A key in a table, `table.key`, can be dropped with the table alone.
+    """
+    return MappingError(
+        f"the configuration says {key}={value!r}, {why}",
+        hint=f"--drop-setting {key.partition('.')[0]} takes the model to be without it, which is "
+        "another function",
+        error_id="unsupported-setting",
+    )
+
+
 def read_settings(
     settings: Sequence[Setting], stored: Mapping[str, Any], traits: Mapping[str, Any]
 ) -> ModelConfig:
@@ -276,7 +316,28 @@ def read_settings(
     if unknown := values.keys() - CONFIG_FIELDS.keys():
         raise MappingError(f"{sorted(unknown)} are no fields of ModelConfig")
     extra = {k: v for k, v in stored.items() if k not in understood} | nested
-    return ModelConfig.from_fields(**values, extra=extra)
+    config = ModelConfig.from_fields(**values, extra=extra)
+    _check_computable(config)
+    return config
+
+
+def _check_computable(config: ModelConfig) -> None:
+    """Refuse sizes of which programs make something else, each in its own way."""
+    if config.moe.num_experts and not config.moe.moe_ffn_hidden_size:
+        raise MappingError(
+            f"there are {config.moe.num_experts} experts, and moe_ffn_hidden_size is 0",
+            hint="the width of an expert",
+        )
+    turning = int(config.attention.head_dim * config.positions.rotary_percent)
+    if config.latent.kv_lora_rank:
+        turning = config.latent.qk_rope_head_dim
+    if config.positions.position_embedding == "rope" and turning % 2:
+        raise MappingError(
+            f"{turning} elements of a head turn, of head_dim {config.attention.head_dim} "
+            f"(rotary_percent is {config.positions.rotary_percent!r})",
+            hint="elements turn in pairs",
+            error_id="unsupported-model",
+        )
 
 
 def write_settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.hybrid import kinds_of, moe_flags, paired
 from megtool.convert.config.keys import Setting, num_layers
@@ -190,6 +190,8 @@ class MambaHeads(Setting):
     The keys are kept verbatim in `extra`. Without such layers both fields are 0.
     """
 
+    names_keys: ClassVar[tuple[str, ...]] = ("heads", "head_dim", "expand", "inner")
+
     heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
     expand: str = "mamba_expand"
@@ -316,6 +318,8 @@ class MambaScales(Setting):
 
     The keys are preserved verbatim in `extra`.
     """
+
+    names_keys: ClassVar[tuple[str, ...]] = ("key", "common")
 
     key: str
     common: str

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megtool.convert.config.keys import Default, Setting
+from megtool.convert.config.keys import Default, Setting, unsupported
 from megtool.convert.language.expression import evaluate
 from megtool.errors import MappingError
 from megtool.spec import layer_sets
@@ -22,6 +22,8 @@ class EitherKey(Setting):
     The first that is there is read; the first of all is written. Without a default one has to be
     there.
     """
+
+    names_keys: ClassVar[tuple[str, ...]] = ("keys",)
 
     keys: tuple[str, ...]
     field: str
@@ -42,20 +44,85 @@ class EitherKey(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Nullable(Setting):
-    """A key whose null is the field's 0; `absent` is the field where the key is not there."""
+    """A key whose null is the field's 0; `absent` is the field where the key is not there, if the
+    field `needs`, read before it, is not 0."""
 
     key: str
     field: str
     absent: int = 0
+    needs: str | None = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The value, or 0."""
-        into[self.field] = stored.get(self.key, self.absent) or 0
+        absent = self.absent if self.needs is None or into[self.needs] else 0
+        into[self.field] = stored.get(self.key, absent) or 0
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The value, or null."""
         into[self.key] = config.get(self.field) or None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreNorm(Setting):
+    """Whether scores of the chosen experts, which are no softmax, are divided by their sum.
+
+    Null counts as false. Without a key they are. It comes after the number of experts per token:
+    Megatron divides where there are several, which is no setting of the model.
+    """
+
+    key: str | None = "norm_topk_prob"
+    default: bool = True
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The field; None where it is what Megatron does."""
+        divides = bool(stored.get(self.key, self.default)) if self.key else True
+        is_usual = divides == (into["num_experts_per_token"] > 1)
+        into["router_normalized"] = None if is_usual else divides
+        return (self.key,) if self.key else ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The flag; without a key nothing, but refuse that they are not divided."""
+        divides = config.router.router_normalized
+        if divides is None:
+            divides = config.moe.num_experts_per_token > 1
+        if self.key:
+            into[self.key] = divides
+        elif not divides and config.moe.num_experts:
+            raise MappingError(
+                "scores of the chosen experts are not divided by their sum (router_normalized)",
+                hint="in this family they are",
+                error_id="unsupported-model",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost(Setting):
+    """A number without effect up to a limit, an expression over the fields read before it.
+
+    The key is kept verbatim in `extra`. `effect` says what a larger one would change.
+    """
+
+    key: str
+    limit: str
+    effect: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Refuse a larger number."""
+        value = stored.get(self.key)
+        if value is None:
+            return ()
+        limit = evaluate(self.limit, into)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value > limit:
+            raise unsupported(self.key, value, f"and more than {limit:g} {self.effect}")
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def known_values(self) -> dict[str, str]:
+        """The limit."""
+        return {self.key: f"at most {self.limit}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +184,8 @@ class Unless(Setting):
 
     A `switch` that is absent counts as `value`.
     """
+
+    names_keys: ClassVar[tuple[str, ...]] = ("key", "switch")
 
     key: str
     field: str
@@ -283,6 +352,8 @@ class MoeSpan(Setting):
     Absent, every layer from the second to the last is one; a `last` of -1 is the last layer.
     """
 
+    names_keys: ClassVar[tuple[str, ...]] = ("first", "last", "step")
+
     first: str
     last: str
     step: str
@@ -334,6 +405,8 @@ class MoeLayers(Setting):
     them, and is preserved verbatim; `flags` one with a 0 or 1 for every layer, which is written
     beside it.
     """
+
+    names_keys: ClassVar[tuple[str, ...]] = ("step", "first", "dense", "moe", "types", "flags")
 
     counts_layers: ClassVar[bool] = True
 

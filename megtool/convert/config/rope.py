@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Default, Setting, num_layers
 from megtool.convert.config.windows import skip_flags
@@ -12,7 +12,10 @@ from megtool.convert.language.expression import evaluate
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
 
-_FULL = "full_attention"
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_PART, _LENGTH = "partial_rotary_factor", "original_max_position_embeddings"
+_KINDS_WITH_LENGTH = ("llama3", "yarn", "longrope", "su")
+_MSCALES = ("short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,14 @@ class Rope(Setting):
     the name of the base for layers with a window, in families that have them. The older form is
     written, which old and new readers understand; for the base of layers with a window without a
     `local_key` (`by_kind`), both, or the newer alone where the family has no `old` one. `scaling`
-    is that of a configuration which says none, in the newer form.
+    is that of a configuration which says none, in the newer form. As in transformers, a table
+    `rope_scaling` comes before `rope_parameters`, and a length beside the tables before one in
+    them. Only families with `has_mscales` read `short_mscale` and `long_mscale`; a part of heads is
+    without effect where the family `ignores_part`, has no key for it, and scales nothing. With
+    `scales_windows` the older form of scaling is one of all layers, which is not known.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = ("rope_parameters", "rope_scaling", _LENGTH, _PART)
 
     base: float = 10000.0
     key: str = "rope_theta"
@@ -38,38 +47,19 @@ class Rope(Setting):
     old: bool = True
     size: int = 0
     scaling: Mapping[str, Any] | None = None
+    has_mscales: bool = False
+    ignores_part: bool = True
+    scales_windows: bool = False
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Base, part and scaling of either form; a scaling of type `default` is none."""
-        new = stored.get("rope_parameters")
-        local = stored.get(self.local_key) if self.local_key else None
-        has_local = self.local_key is not None or self.by_kind
-        if has_local and isinstance(new, Mapping) and "full_attention" in new:
-            windowed = new.get("sliding_attention") or {}
-            if windowed.get("rope_type", "default") != "default":
-                raise MappingError(
-                    f"rotary scaling of layers with a window is not supported: {windowed!r}",
-                    error_id="unsupported-model",
-                )
-            local = windowed.get("rope_theta", local)
-            new = new["full_attention"]
-            parts = [d.get("partial_rotary_factor") for d in (windowed, new)]
-            if None not in parts and parts[0] != parts[1]:
-                raise MappingError(
-                    f"of heads {parts[1]!r} turns, and {parts[0]!r} in layers with a window",
-                    hint="in this family heads of all layers turn in the same part",
-                    error_id="unsupported-model",
-                )
-        older = stored.get("rope_scaling")
-        if new is None and not older and self.scaling is not None:
-            new = {
-                name: evaluate(x.expression, into) if isinstance(x, Default) else x
-                for name, x in self.scaling.items()
-            }
-        scaling = dict(new if new is not None else older or {})
+        scaling, local = self._tables(stored, into)
         base = scaling.pop("rope_theta", None) or stored.get(self.key) or self.base
+        if "type" in scaling:
+            scaling.setdefault("rope_type", scaling.pop("type"))
+        kind = scaling.get("rope_type") or "default"
         percent = None
-        if scaling.get("rope_type") != "proportional":  # whose heads turn as wholes, in part by 0
+        if kind != "proportional":  # whose heads turn as wholes, in part by 0
             percent = scaling.pop("partial_rotary_factor", None)
         if self.percent_key:
             percent = stored.get(self.percent_key) if percent is None else percent
@@ -78,28 +68,90 @@ class Rope(Setting):
                 percent = size / into["head_dim"]
             percent = self.percent if percent is None else percent
             into["rotary_percent"] = float(percent)
-        elif percent not in (None, 1.0, _latent_part(into)):
-            raise MappingError(
-                f"the family turns whole heads, not {percent!r} of one",
-                error_id="unsupported-model",
-            )
-        if "type" in scaling:
-            scaling.setdefault("rope_type", scaling.pop("type"))
-        if scaling.get("rope_type", "default") in ("default", "mrope"):
+        else:
+            self._check_part(stored.get(_PART) if percent is None else percent, kind, into)
+        if kind in ("default", "mrope"):
             scaling = {}  # the three positions of `mrope` are the same in text
+        elif kind in _KINDS_WITH_LENGTH and stored.get(_LENGTH) is not None:
+            scaling[_LENGTH] = stored[_LENGTH]  # the outer one wins
+        if not self.has_mscales:
+            scaling = {k: v for k, v in scaling.items() if k not in _MSCALES}
         into["rope_base"] = float(base)
         into["rope_scaling"] = scaling or None
-        if has_local:
-            into["rope_local_base"] = float(local or self.local_base)
+        if local is not None:
+            into["rope_local_base"] = local
         keys = ("rope_parameters", "rope_scaling", self.key, self.percent_key, self.local_key)
         return tuple(k for k in (*keys, self.size_key) if k)
+
+    def _tables(
+        self, stored: Mapping[str, Any], into: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], float | None]:
+        """Return base and scaling in the newer form, and the base of layers with a window."""
+        new, older = _table(stored, "rope_parameters"), _table(stored, "rope_scaling")
+        if not self.old and self.by_kind:
+            older = {}  # which classes that only know the newer form ignore
+        if older and self.scales_windows:
+            raise MappingError(
+                f"rope_scaling is {str(older)[:80]}, and in this family it holds for layers with "
+                "a window, too",
+                hint="rope_parameters says it for either kind of layer",
+                error_id="unsupported-setting",
+            )
+        if self.local_key is None and not self.by_kind:
+            if not new and not older and self.scaling is not None:
+                return self._defaults(into), None
+            return dict(older or new), None
+        local = stored.get(self.local_key) if self.local_key else None
+        if _FULL not in new and _WINDOWED not in new:
+            if "type" in older and "rope_type" not in older:
+                raise MappingError(
+                    f"rope_scaling is {older!r}, and classes of this family ignore `type`",
+                    hint="`rope_type` is the key that they read",
+                    error_id="unsupported-setting",
+                )
+            whole = older or new or (self._defaults(into) if self.scaling is not None else {})
+            return _without_truncate(whole), float(local or self.local_base)
+        windowed, full = dict(new.get(_WINDOWED) or {}), dict(new.get(_FULL) or {}) | dict(older)
+        if (windowed.get("rope_type") or "default") != "default":
+            raise MappingError(
+                f"rotary scaling of layers with a window is not supported: {windowed!r}",
+                error_id="unsupported-setting",
+            )
+        outer = stored.get(self.percent_key) if self.percent_key else None
+        turning = [d for d in (windowed or full, full) if d.get("rope_type") != "proportional"]
+        parts = [d.get(_PART) or outer or 1.0 for d in turning]
+        is_said = len(parts) > 1 and any(_PART in d for d in turning)
+        if is_said and parts[0] != parts[1]:
+            raise MappingError(
+                f"of heads {parts[1]!r} turns, and {parts[0]!r} in layers with a window",
+                hint="in this family heads of all layers turn in the same part",
+                error_id="unsupported-setting",
+            )
+        base = windowed.get("rope_theta") or local or self.local_base
+        return _without_truncate(full), float(base)
+
+    def _defaults(self, into: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: evaluate(x.expression, into) if isinstance(x, Default) else x
+            for name, x in (self.scaling or {}).items()
+        }
+
+    def _check_part(self, percent: Any, kind: str, into: Mapping[str, Any]) -> None:
+        """Refuse heads that turn in part, but where the class takes no notice of it."""
+        if percent in (None, 1.0, _latent_part(into)) or (kind == "default" and self.ignores_part):
+            return
+        raise MappingError(
+            f"the family turns whole heads, not {percent!r} of one",
+            error_id="unsupported-setting",
+        )
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The older form, the newer one, or both."""
         positions = config.positions
         if self.old:
             into[self.key] = positions.rope_base
-            scaling = positions.rope_scaling
+            # Phi-MoE's class lets the length in the table win.
+            scaling = positions.rope_scaling if self.has_mscales else _without_outer_length(config)
             none = None if self.scaling is None else {"rope_type": "default"}
             into["rope_scaling"] = none if scaling is None else dict(scaling)
         elif not self.by_kind:
@@ -132,6 +184,36 @@ class Rope(Setting):
             }
 
 
+def _table(stored: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a table of rotary settings, empty where there is none.
+
+    Raises:
+        MappingError: it is something else.
+    """
+    value = stored.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise MappingError(
+            f"{key} is {str(value)[:80]!r}", hint="a table of a kind and its numbers"
+        )
+    return value or {}
+
+
+def _without_truncate(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling of a kind of layers, which transformers always truncates.
+
+    It looks for YaRN's `truncate` beside the tables of both kinds.
+    """
+    return {k: v for k, v in scaling.items() if k != "truncate"}
+
+
+def _without_outer_length(config: ModelConfig) -> Mapping[str, Any] | None:
+    """Return the scaling without a length that the configuration says beside it."""
+    scaling = config.positions.rope_scaling
+    if scaling is None or config.extra.get(_LENGTH) != scaling.get(_LENGTH):
+        return scaling
+    return {k: v for k, v in scaling.items() if k != _LENGTH}
+
+
 def _latent_part(fields: Mapping[str, Any]) -> float | None:
     """The part of a head that turns in latent attention; None without it."""
     if not fields.get("kv_lora_rank"):
@@ -143,6 +225,8 @@ def _latent_part(fields: Mapping[str, Any]) -> float | None:
 @dataclass(frozen=True, slots=True)
 class RopeTemperature(Setting):
     """Queries that are scaled by their position, after rotation: a key of the rotary scaling."""
+
+    names_keys: ClassVar[tuple[str, ...]] = ()  # they are those of a table
 
     key: str = "llama_4_scaling_beta"
     length: str = "original_max_position_embeddings"
@@ -158,6 +242,37 @@ class RopeTemperature(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """Nothing: `Rope` writes the scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRope(Setting):
+    """Rotary embedding of a fixed base, whose only key says how many elements of a head turn."""
+
+    size_key: str
+    size: int
+    base: float = 10000.0
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Base and part; null is whole heads."""
+        size = stored.get(self.size_key, self.size) or into["head_dim"]
+        into |= {
+            "rope_base": self.base,
+            "rope_scaling": None,
+            "rotary_percent": size / into["head_dim"],
+        }
+        return (self.size_key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The number of elements, where base and scaling are the family's."""
+        positions = config.positions
+        if positions.rope_base != self.base or positions.rope_scaling:
+            raise MappingError(
+                f"rope_base is {positions.rope_base!r}, and rope_scaling "
+                f"{str(positions.rope_scaling)[:80]}",
+                hint=f"in this family the base is {self.base:g}, and nothing is scaled",
+                error_id="unsupported-model",
+            )
+        into[self.size_key] = int(config.attention.head_dim * positions.rotary_percent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.errors import MappingError
@@ -27,6 +27,8 @@ class ScaledLayers(Setting):
     The keys are kept verbatim in `extra`. One factor stands for all layers; two are those of the
     first and the last, with the others evenly between them.
     """
+
+    names_keys: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "factors", "divisor")
 
     heads: str = "num_query_heads"
     kv_heads: str = "num_kv_heads"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.convert.config.windows import skip_flags
@@ -24,6 +24,8 @@ class SharedKeys(Setting):
     It comes after the settings of windows, of sizes by layer, and of the width of an MLP, which
     `width_key` says.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (_SHARED, _WIDE)
 
     width_key: str = "intermediate_size"
 
@@ -65,6 +67,8 @@ class LayerInputs(Setting):
     Its words are those of the model: how many there are is kept verbatim.
     """
 
+    reads_keys: ClassVar[tuple[str, ...]] = (_INPUT, _INPUT_WORDS)
+
     default: int = 256
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
@@ -96,6 +100,8 @@ class GroupedHeads(Setting):
     """Falcon's heads of keys, and norms of attention and MLP in parallel, by flags that overrule
     each other. The keys are preserved verbatim in `extra`.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (_NEW, _ONE, _PARALLEL, _GROUPS, _NORMS)
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Fields, after `num_heads`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting
 from megtool.errors import MappingError
@@ -22,6 +22,8 @@ class AdjustedFeedForward(Setting):
     name, comes before it. The keys are kept verbatim in `extra`. Source: transformers 5.23,
     `models/lfm2/modeling_lfm2.py`.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (_SIZE, _OLD_SIZE, _ADJUST, _MULTIPLIER, _MULTIPLE)
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The size; no key counts as understood."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting, num_layers
 from megtool.convert.config.windows import skip_flags, skip_freq
@@ -36,6 +36,16 @@ class WindowHeads(Setting):
     heads where there is a window. The keys are kept verbatim in `extra`, and both forms are
     written.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (
+        _TYPES,
+        _PATTERN,
+        _SIZE,
+        _LEFT,
+        _HEADS,
+        _WINDOW_HEADS,
+        _SCALE,
+    )
 
     default: int = 129
 

@@ -80,6 +80,7 @@ def _with_text_model(outer: Family, metadata: Mapping[str, Any]) -> Family:
         hf=outer.nested.rows(text.hf),
         megatron=(*text.megatron, *(replace(t, stored="", also=()) for t in outer.towers)),
         traits=text.traits,
+        ignores={**text.ignores, **outer.ignores},
         vocabulary=text.vocabulary,
         limits=(*outer.limits, *(x for x in text.limits if x not in outer.limits)),
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 from megtool.convert.config.hybrid import hybrid_form
 from megtool.convert.config.keys import Setting, read_settings, write_settings
-from megtool.convert.families.nested import Nested, TextConfig
+from megtool.convert.config.without_effect import find_unknown_keys
+from megtool.convert.families.nested import TEXT_CONFIG, Nested, TextConfig
 from megtool.convert.language.canonical import Weight
 from megtool.convert.language.expression import Expression
 from megtool.convert.language.mapping import Row, Table, Tower
@@ -27,10 +28,11 @@ class Family:
     `config` maps config.json to ModelConfig; `hf`, `gguf`, `torchtitan` and `megatron` map stored
     tensors to canonical ones, the last in addition to Megatron's own names; `vocabulary` adds
     canonical tensors that no other family has. `limits` are conditions on the configuration, each
-    with what Megatron cannot run, or cannot be told by its args, where it holds. With `head_unties`
-    a stored output layer that differs from the embedding is one of its own, even if config.json
-    says that they are tied (transformers 5 always says so of T5, and loads both). With
-    `counts_mtp` tensors say how many layers of multi-token prediction there are, and no key.
+    with what Megatron cannot run, or cannot be told by its args, where it holds. `ignores` are keys
+    that the class has and takes no notice of, each with the reason. With `head_unties` a stored
+    output layer that differs from the embedding is one of its own, even if config.json says that
+    they are tied (transformers 5 always says so of T5, and loads both). With `counts_mtp` tensors
+    say how many layers of multi-token prediction there are, and no key.
 
     `nested` says that the model is a larger one, whose text model is of another family: `config`,
     `hf`, `megatron`, `traits`, `vocabulary` and `limits` are then that family's.
@@ -48,6 +50,7 @@ class Family:
     traits: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: Mapping[str, Weight] = field(default_factory=dict)
     limits: tuple[tuple[Expression, str], ...] = ()
+    ignores: Mapping[str, str] = field(default_factory=dict)
     head_unties: bool = False
     counts_mtp: bool = False
     nested: Nested | None = None
@@ -70,6 +73,21 @@ class Family:
         """The family with the names and places that loaders look for quantized weights in."""
         rows = tuple(r for r in self.hf if not (isinstance(r, Row) and r.plain))
         return self if len(rows) == len(self.hf) else replace(self, hf=rows)
+
+    @property
+    def stored_keys(self) -> tuple[str, ...]:
+        """The keys of a config.json that it reads, once each."""
+        return tuple(dict.fromkeys(k for setting in self.config for k in setting.stored_keys))
+
+    def unknown_keys(self, stored: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys that nobody has said to be read, or to be without effect.
+
+        Of a larger model they are those of its text model.
+        """
+        inner = stored.get(TEXT_CONFIG) if self.nested is not None else stored
+        if not isinstance(inner, Mapping):
+            return ()
+        return find_unknown_keys(inner, (*self.stored_keys, *self.ignores))
 
     def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """The model's configuration from the keys of its config.json.

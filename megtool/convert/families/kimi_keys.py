@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.hybrid import kinds_of
 from megtool.convert.config.keys import Setting, num_layers
@@ -39,6 +39,12 @@ class KimiDeltaLayers(Setting):
     engines read the published one. Source: transformers 5.23,
     `models/kimi_linear/configuration_kimi_linear.py`.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (
+        _TYPES,
+        _NESTED,
+        *(key for key, _, _ in _SIZES),
+    )
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Kinds of layers, and the sizes; no key counts as understood."""

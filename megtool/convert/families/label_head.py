@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megtool.convert.config.keys import Setting
 from megtool.convert.families.family import Family
@@ -115,6 +115,8 @@ class Labels(Setting):
 
     There is no output layer that could be the embedding; what config.json says of that stays.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = ("id2label", "num_labels", "classifier_pooling", _TIED)
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The number of labels; their names stay among the keys that nobody else understands."""

@@ -70,6 +70,7 @@ class Nested:
             under the names of the family.
         verbatim: Keys of the text model's settings that are kept as they are: the field is read
             from them, and they say more.
+        ignored: Keys of the text model's settings that the larger class takes no notice of.
     """
 
     texts: Mapping[str, str]
@@ -78,6 +79,7 @@ class Nested:
     is_flat: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     verbatim: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     first_rows: Table = ()
 
     def text_family(self, metadata: Mapping[str, Any]) -> str:
@@ -130,6 +132,11 @@ class TextConfig(Setting):
     nested: Nested
     settings: Sequence[Setting]
 
+    @property
+    def stored_keys(self) -> tuple[str, ...]:
+        """Those of the text model, which is nested."""
+        return tuple(k for setting in self.settings for k in setting.stored_keys)
+
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The text family's fields; keys that it does not understand stay nested in `extra`."""
         inner = stored.get(TEXT_CONFIG)
@@ -143,12 +150,13 @@ class TextConfig(Setting):
                 "of its own in `architectures`",
                 error_id="unsupported-model",
             )
-        tied = {TIED: stored[TIED]} if stored.get(TIED) is not None else {}
+        tied = {TIED: bool(stored[TIED])} if TIED in stored else {}
         values = {**self.nested.defaults, **inner, **tied}
+        values = {k: v for k, v in values.items() if k not in self.nested.ignored}
         understood: set[str] = set()
         for setting in self.settings:
             understood.update(setting.read(values, into))
-        understood -= {*self.nested.verbatim}
+        understood -= {*self.nested.verbatim, *self.nested.ignored}
         if is_flat:
             return tuple(understood - {TIED})
         into["extra"] = {TEXT_CONFIG: {k: v for k, v in inner.items() if k not in understood}}

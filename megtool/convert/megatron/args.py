@@ -241,6 +241,7 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
         out.append("Megatron gives an indexer to every n-th layer, and this model to others")
     if config.residual.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
+    if config.positions.rope_local_base not in (None, config.positions.rope_base):
         out.append("Megatron has one rotary base, not another for layers with a window")
     if config.attention.attn_out_bias != config.mlp.mlp_bias:
         out.append(

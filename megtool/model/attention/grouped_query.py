@@ -152,6 +152,8 @@ class Attention(nn.Module):
             if attention.softmax_scale is None
             else attention.softmax_scale
         )
+        if attention.attn_scale_by_layer:
+            self.scale /= layer + 1
         self.has_rotation = has_rotation(config, layer)
         self.has_tied_values = layer in layer_sets.tied_value_layers(config)
         self.kv_layer = kv_source(config, layer)
@@ -231,6 +233,8 @@ class Attention(nn.Module):
         config = self.config
         if norm is not None and not config.norms.qk_norm_rotated:
             x_BSND = norm(x_BSND)
+        if clip := config.attention.qkv_clip:
+            x_BSND = x_BSND.clamp(-clip, clip)
         if turn is not None:
             x_BSND = rotate(x_BSND, *turn, interleaved=config.positions.rope_interleaved)
         if config.norms.qk_l2_norm and (turn is not None or config.norms.qk_l2_norm_unrotated):
@@ -243,6 +247,8 @@ class Attention(nn.Module):
         """Keys and values that queries may attend to, [B, K, L, D]: those of all ranks, unless they
         are exchanged later, and of the cache, to which new ones are added.
         """
+        if clip := self.config.attention.qkv_clip:
+            value_BSKD = value_BSKD.clamp(-clip, clip)
         if self.config.attention.attn_value_scale != 1:
             value_BSKD = value_BSKD * self.config.attention.attn_value_scale
         if self.config.attention.value_norm:

@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
             config.latent.qk_nope_head_dim,
             config.latent.qk_rope_head_dim,
         )
-        norm = NormSpec.of(config) if config.norms.qk_norm else None
+        norm = NormSpec.of_latents(config) if config.norms.qk_norm else None
         self.q_layernorm: NormLayer | None = None
         self.kv_layernorm: NormLayer | None = None
         self.core_attention: SparseAttention | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,11 @@ class NormSpec:
             shifts=config.norms.norm_bias,
             weighs=config.norms.norm_weight,
         )
+
+    @classmethod
+    def of_latents(cls, config: ModelConfig) -> NormSpec:
+        """The norm of the low-rank vectors of latent attention."""
+        return replace(cls.of(config), eps=config.latent.latent_norm_eps or config.norms.norm_eps)
 
     @classmethod
     def before_branches(cls, config: ModelConfig) -> NormSpec | None:

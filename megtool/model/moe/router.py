@@ -148,11 +148,11 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32).
 
-    Sigmoid scores are divided by their sum over the chosen, unless there is but one, or the score
-    multiplies what the expert is given (Llama 4). A softmax goes over all experts
-    (`router_pre_softmax`) or over the chosen; a bias is added to one over all. Where experts come
-    in groups, a token's are all from its `router_topk_groups` best groups. `router_scaling`
-    multiplies all shares. `listed_TK` are the experts where a table says them.
+    Sigmoid scores are divided by their sum over the chosen as `router_normalized` says; else unless
+    there is but one, or the score multiplies what the expert is given (Llama 4). A softmax goes
+    over all experts (`router_pre_softmax`) or over the chosen; a bias is added to one over all.
+    Where experts come in groups, a token's are all from its `router_topk_groups` best groups.
+    `router_scaling` multiplies all shares. `listed_TK` are the experts where a table says them.
     """
     logits_TE = logits_TE.float()
     if config.router.router_score == SPARSEMIXER:
@@ -178,7 +178,10 @@ def choose(
     experts_TK = listed_TK
     probs_TK = scores_TE.gather(-1, experts_TK)
     if config.router.router_score != "softmax":
-        if config.moe.num_experts_per_token > 1 and not config.router.router_scales_input:
+        divides = config.router.router_normalized
+        if divides is None:
+            divides = config.moe.num_experts_per_token > 1 and not config.router.router_scales_input
+        if divides:
             probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
     elif not config.router.router_pre_softmax:
         probs_TK = probs_TK.softmax(-1)

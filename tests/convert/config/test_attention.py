@@ -52,7 +52,6 @@ def test_lists_that_are_no_layers_are_refused(types: Any) -> None:
     ("key", "value"),
     [
         ("alibi", False),
-        ("clip_qkv", 6),
         ("prefix_lm", True),
         ("qk_ln", True),
         ("attn_type", "multiquery_attention"),
@@ -162,3 +161,31 @@ def test_rotary_bases_of_layers(bases: Any, rope: float, local: Any, still: Any)
 def test_rotary_bases_that_are_not_known_are_refused(keys: dict[str, Any], said: str) -> None:
     with raises(MappingError, said):
         family("granite_swa").read_config(stored("granite_swa", num_hidden_layers=4, **keys))
+
+
+def test_mpt_clamps_and_scales() -> None:
+    keys = stored("mpt", attn_config={"clip_qkv": 6, "softmax_scale": 0.3})
+    config = family("mpt").read_config(keys)
+    assert (config.attention.qkv_clip, config.attention.softmax_scale) == (6, 0.3)
+    changed = family("mpt").write_config(config.with_fields(qkv_clip=0.0))
+    assert changed["attn_config"]["clip_qkv"] is None
+    assert changed["attn_config"]["softmax_scale"] == 0.3
+
+
+def test_a_list_of_all_layers_comes_before_the_repeated_ones() -> None:
+    """Published files have both, and transformers computes by this one."""
+    kinds = ["local", "local", "global", "local"]
+    keys = {"num_layers": 4, "attention_types": [[["global"], 4]], "attention_layers": kinds}
+    config = family("gpt_neo").read_config(stored("gpt_neo", **keys))
+    assert [config.window.has_window(n) for n in range(4)] == [k == "local" for k in kinds]
+    with raises(MappingError, "window_size"):
+        family("gpt_neo").read_config(stored("gpt_neo", **keys, window_size=0))
+
+
+def test_gpt2_scales_scores() -> None:
+    keys = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
+    config = family("gpt2").read_config(stored("gpt2", **keys))
+    assert (config.attention.softmax_scale, config.attention.attn_scale_by_layer) == (1.0, True)
+    assert family("gpt2").write_config(config).items() >= keys.items()
+    with raises(MappingError, "softmax_scale"):
+        family("gpt2").write_config(config.with_fields(softmax_scale=0.7))

@@ -30,5 +30,5 @@ def test_a_model_of_megatrons_args_gets_its_familys_facts(
     completed, assumed = family(name).completed(by_args)
     assert set(assumed) >= said
     for field in CONFIG_FIELDS:
-        if field != "extra":
+        if field not in ("extra", "latent_norm_eps"):  # Megatron's norms have one epsilon
             assert completed.get(field) == whole.get(field), field

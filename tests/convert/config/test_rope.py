@@ -1,0 +1,119 @@
+"""Rotary settings mean what transformers' configuration classes make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megtool.convert.families.detection import family
+from megtool.errors import MappingError
+from megtool.spec.positions import PositionPart
+
+transformers = pytest.importorskip("transformers")
+
+LINEAR, LENGTH = {"rope_type": "linear", "factor": 3.0}, "original_max_position_embeddings"
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, LENGTH: 16}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 64,
+    "long_factor": [2.0] * 64,
+    LENGTH: 4096,
+    "factor": 32.0,
+}
+SIZES = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 256}
+SIZES |= {"num_key_value_heads": 2}
+
+
+def read(name: str, **keys: Any) -> PositionPart:
+    """The positions of a family's model of some settings."""
+    kind = family(name).model_types[0]
+    sizes = {"num_hidden_layers": 4, "vocab_size": 64, "head_dim": 128, "model_type": kind}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    return family(name).read_config(SIZES | sizes | experts | keys).positions
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": YARN, "rope_scaling": LINEAR},
+        {"rope_parameters": YARN, "rope_scaling": LINEAR, "rope_theta": 300.0},
+        {"rope_scaling": LINEAR, "rope_theta": 300.0},
+        {"rope_parameters": YARN, "rope_scaling": {}},
+        {"rope_parameters": YARN, LENGTH: 64},
+        {"rope_scaling": {k: v for k, v in YARN.items() if k != LENGTH}, LENGTH: 64},
+    ],
+    ids=str,
+)
+def test_of_two_descriptions_the_one_wins_that_wins_in_transformers(keys: dict[str, Any]) -> None:
+    made = transformers.LlamaConfig(**SIZES, **keys)
+    made.standardize_rope_params()
+    want = dict(made.rope_parameters)
+    found = read("llama", **keys)
+    assert found.rope_base == want.pop("rope_theta")
+    assert found.rope_scaling == want
+
+
+def test_an_outer_length_is_written_where_it_was() -> None:
+    """Older releases of transformers refuse a LongRoPE table that has it."""
+    llama = family("llama")
+    keys = SIZES | {"num_hidden_layers": 1, "vocab_size": 64, LENGTH: 4096}
+    scaling = {k: v for k, v in LONG.items() if k != LENGTH}
+    config = llama.read_config(keys | {"rope_scaling": scaling})
+    assert (config.positions.rope_scaling or {})[LENGTH] == 4096
+    written = llama.write_config(config)
+    assert written["rope_scaling"] == scaling
+    assert written[LENGTH] == 4096
+
+
+def test_scales_of_longrope_are_phimoes_alone() -> None:
+    scales = {"short_mscale": 1.2, "long_mscale": 1.5}
+    assert read("llama", rope_parameters=LONG | scales).rope_scaling == LONG
+    assert read("phimoe", rope_parameters=LONG | scales).rope_scaling == LONG | scales
+
+
+def test_a_part_of_heads_is_ignored_where_nothing_is_scaled() -> None:
+    part = {"partial_rotary_factor": 0.5}
+    assert read("llama", rope_parameters={"rope_type": "default", **part}).rotary_percent == 1
+    with pytest.raises(MappingError, match=r"0\.5") as caught:
+        read("llama", rope_parameters=YARN | part)
+    assert caught.value.error_id == "unsupported-setting"
+    assert read("glm", rope_parameters=YARN | part).rotary_percent == 0.5
+
+
+def test_a_fixed_base_has_no_key() -> None:
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 64, "rotary_dim": 16}
+    config = family("gptj").read_config(sizes | {"rope_theta": 300.0, "rope_scaling": LINEAR})
+    assert config.positions.rope_base == 10000
+    assert config.positions.rope_scaling is None
+    assert config.positions.rotary_percent == 0.5
+    assert family("gptj").write_config(config)["rotary_dim"] == 16
+    with pytest.raises(MappingError, match="300"):
+        family("gptj").write_config(config.with_fields(rope_base=300.0))
+
+
+def test_two_kinds_of_layers_are_always_truncated() -> None:
+    keys = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    yarn = YARN | {"truncate": False}
+    tables = {"full_attention": yarn, "sliding_attention": {"rope_type": "default"}}
+    assert "truncate" not in (read("gemma3", rope_parameters=tables, **keys).rope_scaling or {})
+    assert (read("llama", rope_parameters=yarn).rope_scaling or {})["truncate"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+        ("modernbert", {"rope_scaling": LINEAR}),
+        ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR, "full_attention": LINEAR}}),
+    ],
+)
+def test_what_is_not_understood_is_refused(name: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(MappingError) as caught:
+        read(name, **keys)
+    assert caught.value.error_id == "unsupported-setting"
+
+
+def test_heads_turn_in_pairs() -> None:
+    with pytest.raises(MappingError, match="pairs"):
+        read("glm", head_dim=6, partial_rotary_factor=0.5)
