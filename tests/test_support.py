@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "megtool"
-WHOLE = {"converters", "emulated", "faults", "peers", "stores"}
+WHOLE = {"converters", "emulated", "faults", "fidelity", "peers", "stores"}
 """Folders of tests that run the whole package and mirror none of its folders."""
 OF_THE_CHECKOUT = {
     "test_benchmarks",
