@@ -164,6 +164,32 @@ def unknown_families() -> str:
     return f"transformers {tested[1]}: {', '.join(map(code, unknown))}.\n"
 
 
+def settings_by_family() -> str:
+    """The keys that a family reads, those of which it knows one value, and those it ignores."""
+    from megtool.convert.families.detection import families
+
+    rows = []
+    for family in families():
+        known = {k: text for x in family.settings for k, text in x.known_values().items()}
+        read = [k for x in family.settings for k in x.stored_keys if k not in known]
+        ignored = [*family.ignores, *(family.nested.ignored if family.nested else ())]
+        cells = (
+            ", ".join(map(code, dict.fromkeys(read))),
+            "; ".join(f"{code(k)} {text}" for k, text in known.items()),
+            ", ".join(map(code, ignored)),
+        )
+        rows.append((code(family.name), *(cell or "-" for cell in cells)))
+    return table(("Family", "Read", "One value known", "Ignored by the class"), rows)
+
+
+def settings_without_effect() -> str:
+    """The keys without effect, by reason."""
+    from megtool.convert.config.without_effect import WITHOUT_EFFECT
+
+    rows = ((_sentence(r), ", ".join(map(code, keys))) for r, keys in WITHOUT_EFFECT.items())
+    return table(("Reason", "Keys"), rows)
+
+
 def recipes() -> str:
     """The shipped recipes, each with the text of its file."""
     parts = [
@@ -274,6 +300,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "algorithm-options": algorithm_options,
     "families": families,
     "unknown-families": unknown_families,
+    "settings-by-family": settings_by_family,
+    "settings-without-effect": settings_without_effect,
     "recipes": recipes,
     "engine-support": engine_support,
     "lint-rules": lint_rules,
