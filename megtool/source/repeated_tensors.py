@@ -65,7 +65,7 @@ def find_repeated_names(source: CheckpointSource, target: TargetView) -> dict[st
     vLLM before 0.16 computes NaN without.
     """
     view = source.view
-    if view.dialect != "hf" or source.format not in ("hf", "safetensors"):
+    if view.dialect != "hf" or source.format not in ("hf", "safetensors") or source.adapters:
         return {}
     out: dict[str, list[str]] = {}
     for name, canonical in view.copies.items():

@@ -317,7 +317,12 @@ def _plan(
         placements,
         fills=target.fills,
         dropped=target.dropped,
-        copies={n: specs for n, specs in source.repeats.items() if n in placements},
+        copies={
+            n: original
+            for n, original in (target.copies | dict(source.repeats)).items()
+            if n in placements
+        },
+        parts=target.parts,
         feeds=feeds,
         options=options_key,
     )

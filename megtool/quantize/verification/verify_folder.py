@@ -192,6 +192,11 @@ def _open_decoded(
         if folder.config is not None:
             family = detect_family(folder.config)
             config = family.read_config(folder.config)
+            if source.view.config is not None:  # what tensors of the source say, and no key
+                mtp = source.view.config.mtp
+                config = config.with_fields(
+                    mtp_own_head=mtp.mtp_own_head, mtp_own_embedding=mtp.mtp_own_embedding
+                )
         side = read_side(
             catalogue.tensors, dialect="hf", family=family, config=config, partial=True
         )
