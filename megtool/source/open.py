@@ -466,6 +466,9 @@ def _choose_dialect(
 ) -> str:
     """The dialect whose names become canonical ones; `identity` where names stay as stored."""
     dialect = detect_dialect(names)
+    family = model.family if model else None
+    if dialect == "hf" and family is not None and family.has_torchtitan_names(names):
+        dialect = "torchtitan"
     if model is None or (model.family is None and dialect != "megatron"):
         return "identity"
     has_decoder = model.config is not None and bool(model.config.num_decoder_layers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megtool.convert.language.expression import Expression
 from megtool.convert.language.mapping import Row, Table, Tower
 from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 
+_META, _OF_META = ".attention.wq.", re.compile(r"\blayers\.\d+\.attention\.w[qk]\.")
 _FROM_FAMILY = frozenset(n for n, facts in CONFIG_FIELDS.items() if facts.from_family)
 
 
@@ -88,6 +90,16 @@ class Family:
         if not isinstance(inner, Mapping):
             return ()
         return find_unknown_keys(inner, (*self.stored_keys, *self.ignores))
+
+    def has_torchtitan_names(self, names: Iterable[str]) -> bool:
+        """Whether names are those of torchtitan before 0.3, which are Meta's own, too.
+
+        They are not where the family's Hugging Face folders may have them, as Mistral's do.
+        """
+        rows = (r for r in self.hf if isinstance(r, Row))
+        if not self.torchtitan or any(_META in n for r in rows for n in (r.stored, *r.also)):
+            return False
+        return any(_OF_META.search(n) for n in names)
 
     def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """The model's configuration from the keys of its config.json.

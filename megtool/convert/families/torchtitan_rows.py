@@ -1,5 +1,7 @@
 """Rows of torchtitan's names (0.3), which are Meta's of Llama with its own of experts.
 
+Those of 0.1 and 0.2 are read, too.
+
 A family takes the parts it has: `torchtitan=(*TORCHTITAN_MODEL, *TORCHTITAN_ATTENTION, ...)`.
 Experts of a layer are stacked; queries, keys and values are apart, whether or not the model fuses
 them. Its Llama rotates pairs side by side (`ComplexRoPE`), as in the `llama` files of llama.cpp.
@@ -26,16 +28,19 @@ _MLP = (("w1", "gate"), ("w3", "up"), ("w2", "down"))
 TORCHTITAN_MODEL: Table = (
     Row("tok_embeddings.weight", "embed.weight"),
     Row("norm.weight", "norm.weight"),
-    Row("lm_head.weight", "head.weight", when="not tied_embeddings"),
-    Dropped(
-        "lm_head.weight",
-        "a copy of the tied embedding",
-        when="tied_embeddings",
-        copy_of="embed.weight",
+    Row("lm_head.weight", "head.weight", also=("output.weight",), when="not tied_embeddings"),
+    *(
+        Dropped(
+            name,
+            "a copy of the tied embedding",
+            when="tied_embeddings",
+            copy_of="embed.weight",
+        )
+        for name in ("lm_head.weight", "output.weight")
     ),
-    Dropped("*.moe.tokens_per_expert_E", "a count since the last step"),
+    Dropped("*.moe.tokens_per_expert*", "a count since the last step"),
     Dropped(
-        "*.moe.expert_bias_E",
+        "*.moe.expert_bias*",
         "the family has no bias of experts, and torchtitan's adapter leaves it out",
         when="not router_expert_bias",
     ),
@@ -48,7 +53,11 @@ TORCHTITAN_NORMS: Table = (
 
 TORCHTITAN_ATTENTION: Table = (
     *(
-        Row(f"{_STORED}attention.qkv_linear.w{n}.{part}", f"{_OURS}attn.{n}.{part}")
+        Row(
+            f"{_STORED}attention.qkv_linear.w{n}.{part}",
+            f"{_OURS}attn.{n}.{part}",
+            also=(f"{_STORED}attention.w{n}.{part}",),
+        )
         for part in _PARTS
         for n in "qkv"
     ),
@@ -62,11 +71,19 @@ TORCHTITAN_PAIRED_ATTENTION: Table = (
         Row(
             f"{_STORED}attention.qkv_linear.w{n}.{part}",
             Permuted(f"{_OURS}attn.{n}.{part}", (heads, 2, "head_dim // 2"), order=(0, 2, 1)),
+            also=(f"{_STORED}attention.w{n}.{part}",),
         )
         for part in _PARTS
         for n, heads in (("q", "num_heads"), ("k", "num_kv_heads"))
     ),
-    *(Row(f"{_STORED}attention.qkv_linear.wv.{part}", f"{_OURS}attn.v.{part}") for part in _PARTS),
+    *(
+        Row(
+            f"{_STORED}attention.qkv_linear.wv.{part}",
+            f"{_OURS}attn.v.{part}",
+            also=(f"{_STORED}attention.wv.{part}",),
+        )
+        for part in _PARTS
+    ),
     *(Row(f"{_STORED}attention.wo.{part}", f"{_OURS}attn.o.{part}") for part in _PARTS),
 )
 
@@ -92,11 +109,17 @@ TORCHTITAN_MLP: Table = tuple(
 
 TORCHTITAN_EXPERTS: Table = (
     Row(_MOE + "router.gate.weight", _OURS + "mlp.router.weight"),
-    Row(_MOE + "expert_bias_E", _OURS + "mlp.router.expert_bias", when="router_expert_bias"),
+    Row(
+        _MOE + "expert_bias_E",
+        _OURS + "mlp.router.expert_bias",
+        also=(_MOE + "expert_bias",),
+        when="router_expert_bias",
+    ),
     *(
         Row(
             _INNER + stored,
             Stacked(f"{_EXPERT}{ours}.weight", "e"),
+            also=(f"{_MOE}experts.{stored.partition('_')[0]}",),
             when="l in moe_layers",
         )
         for stored, ours in (("w1_EFD", "gate"), ("w3_EFD", "up"), ("w2_EDF", "down"))

@@ -35,6 +35,7 @@ from megtool.formats.safetensors.header import (
 )
 from megtool.formats.safetensors.mistral_params import PARAMS, config_from_params
 from megtool.formats.safetensors.quantization_config import QUANT_FILE, quantization_config
+from megtool.formats.safetensors.saved_parts import PARTS_KEY, read_saved_parts
 from megtool.process.threads import map_in_threads
 from megtool.storage.files import Files
 from megtool.storage.location.path import choose_by_latency
@@ -175,6 +176,22 @@ def _catalogue(
     attachments: dict[str, Path],
     warnings: list[str],
 ) -> Catalogue:
+    parts = read_saved_parts(root, files, headers, has_config="config" in metadata)
+    if parts is not None:
+        metadata["header"] = {n: v for n, v in metadata["header"].items() if n != PARTS_KEY}
+        joined = Catalogue(
+            format=name,
+            root=root,
+            files=files,
+            tensors=parts.tensors,
+            shards=parts.shards,
+            extents=Extents(file=parts.file, offset=parts.offset, length=parts.length),
+            auxiliary_files=attachments,
+            metadata=metadata,
+            warnings=warnings,
+        )
+        joined.check()
+        return joined
     tensors = [
         GlobalTensor(name=e.name, shape=e.shape, dtype=e.dtype) for h in headers for e in h.entries
     ]
