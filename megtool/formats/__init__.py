@@ -130,9 +130,9 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     CheckpointFormat(
         contents={
             "megatron": "Megatron's legacy `torch` format: `mp_rank_TT[_PPP][_EEE]/"
-            "model_optim_rng.pt` and `distrib_optim.pt`, also of Megatron before its core; a tensor "
-            "that no Megatron module has is whole in every rank's file only with `--replicate GLOB`; formats with global shapes "
-            "carry it with a warning",
+            "model_optim_rng.pt` and `distrib_optim.pt`, also of Megatron before its core; a "
+            "tensor that no Megatron module has is whole in every rank's file only with "
+            "`--replicate GLOB`; formats with global shapes carry it with a warning",
         },
         module="megtool.formats.megatron_legacy.reader",
         description="a folder with mp_rank_* folders",
