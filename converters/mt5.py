@@ -19,8 +19,6 @@ FAMILY = Family(
     vocabulary=T5_WEIGHTS,
     config=t5_keys("gated-gelu", **MT5_SIZES),
     ignores={
-        "dense_act_fn": "feed_forward_proj says it",
-        "is_gated_act": "feed_forward_proj says it",
         "is_decoder": "the class has both stacks",
     },
     hf=HF_T5,

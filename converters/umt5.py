@@ -25,8 +25,6 @@ FAMILY = Family(
     head_unties=True,
     vocabulary=T5_WEIGHTS,
     ignores={
-        "dense_act_fn": "feed_forward_proj says it",
-        "is_gated_act": "feed_forward_proj says it",
         "is_decoder": "the class has both stacks",
     },
     config=(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from megtool.convert.config.keys import REQUIRED, Default, Derived, Key, Setting
+from megtool.convert.config.activation import ACTIVATIONS
+from megtool.convert.config.keys import REQUIRED, Default, Derived, Key, Setting, unsupported
 from megtool.convert.config.moe import Assumed, Noted
 from megtool.convert.language.canonical import Weight
 from megtool.convert.language.expression import Expression
@@ -190,12 +191,18 @@ T5_LIMITS: tuple[tuple[Expression, str], ...] = (
 )
 
 
+_ACT, _IS_GATED = "dense_act_fn", "is_gated_act"
+
+
 @dataclass(frozen=True, slots=True)
 class FeedForward(Setting):
     """A stored key that names the activation of the MLP, after `gated-` where it is gated.
 
-    `gated-gelu` is the approximation by tanh, as transformers reads it.
+    `gated-gelu` is the approximation by tanh, as transformers reads it. What it makes of the key,
+    and saves beside it, comes first: those two are kept verbatim in `extra`.
     """
+
+    reads_keys: ClassVar[tuple[str, ...]] = (_ACT, _IS_GATED)
 
     key: str
     default: str
@@ -211,8 +218,11 @@ class FeedForward(Setting):
                 "but the family knows relu, gelu, gelu_new and silu, each also after 'gated-'",
                 error_id="unsupported-model",
             )
-        into["gated"] = bool(dash)
-        into["activation"] = "gelu_new" if dash and kind == "gelu" else kind
+        into["gated"] = bool(stored.get(_IS_GATED, dash))
+        kind = "gelu_new" if dash and kind == "gelu" else kind
+        if (kind := stored.get(_ACT, kind)) not in ACTIVATIONS:
+            raise unsupported(_ACT, kind, "and its formula is not known")
+        into["activation"] = kind
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
@@ -221,6 +231,8 @@ class FeedForward(Setting):
         if config.mlp.gated:
             kind = "gated-" + ("gelu" if kind == "gelu_new" else kind)
         into[self.key] = kind
+        same = {_ACT: config.mlp.activation, _IS_GATED: config.mlp.gated}
+        into |= {k: v for k, v in same.items() if config.extra.get(k, v) != v}
 
 
 def t5_keys(feed_forward: str, **defaults: int) -> tuple[Setting, ...]:
