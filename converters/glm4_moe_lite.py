@@ -82,7 +82,7 @@ FAMILY = Family(
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
         Activation(),
         Refused("rope_interleave", False, "Megatron's latent attention rotates pairs"),
-        Rope(10000.0),
+        Rope(10000.0, ignores_part=False),
     ),
     hf=(*HF_MODEL, *_LAYERS, *hf_mtp(_LAYERS)),
 )
