@@ -124,8 +124,8 @@ def _pattern_by_ratios(args: Mapping[str, Any]) -> str | None:
     if not (attention or mlp or args.get("is_hybrid_model")):
         return None
     layers = args.get("num_layers")
-    is_count = isinstance(layers, int) and 0 < layers <= MOST_LAYERS
-    if not is_count or min(attention, mlp) < 0 or attention + mlp > 1:
+    is_share = min(attention, mlp) >= 0 and attention + mlp <= 1
+    if not (is_share and isinstance(layers, int) and 0 < layers <= MOST_LAYERS):
         raise MappingError(
             f"hybrid_attention_ratio is {attention}, hybrid_mlp_ratio {mlp}, of {layers!r} layers",
             hint="shares of the layers, together at most 1; --like HF_FOLDER gives the layers",

@@ -209,7 +209,7 @@ class Attention(nn.Module):
             key, value = self._kept(key, value, frame)
         else:
             key, value = frame.shared_kv[self.kv_layer]
-        sinks_N = self.core_attention.softmax_offset if self.has_sinks else None
+        sinks_N: Tensor | None = self.core_attention.softmax_offset if self.has_sinks else None
         if config.attention.attn_zero_sinks:
             sinks_N = query.new_zeros(self.num_heads)
         query, rule = (
