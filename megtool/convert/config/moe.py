@@ -222,10 +222,10 @@ class Multiple(Setting):
         return (self.key,)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """The number of units; nothing where there are none."""
+        """The number of units; nothing where experts have none beside them."""
         value, unit = config.get(self.field), config.get(self.unit)
         if not value:
-            into[self.key] = None
+            into[self.key] = None if config.moe.num_experts else 0  # classes may take no null
             return
         if not unit or value % unit:
             raise MappingError(
