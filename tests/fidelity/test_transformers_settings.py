@@ -28,6 +28,11 @@ ELSEWHERE = {
     "tie_word_embeddings": "a stored head that a setting calls tied is compared by its bytes",
 }
 """Changes that are judged by other tests, and why."""
+NOT_FOLLOWED = {
+    ("phimoe", "rope_parameters={'rope_type': 'longrope'"): "transformers 5 takes the short "
+    "factors at any length; the published code and engines take the long ones for long texts",
+}
+"""Changes of families in which transformers is not followed, and why."""
 
 
 def one_value_each(pair: Pair) -> Iterator[Change]:
@@ -40,17 +45,17 @@ def one_value_each(pair: Pair) -> Iterator[Change]:
             yield change
 
 
-def wrong(verdicts: Iterator[Verdict]) -> list[Verdict]:
+def wrong(name: str, verdicts: Iterator[Verdict]) -> list[Verdict]:
     """Return the verdicts that are wrong, of several."""
-    found = list(verdicts)
+    found, left = list(verdicts), (*ELSEWHERE, *(c for n, c in NOT_FOLLOWED if n == name))
     assert sum(v.kind in ("follows", "refused", "ignored") for v in found) > 5
-    return [v for v in found if v.is_wrong and not v.change.startswith(tuple(ELSEWHERE))]
+    return [v for v in found if v.is_wrong and not v.change.startswith(left)]
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_one_value_of_every_setting(name: str, tmp_path: Path) -> None:
     pair = pair_of(name)
-    assert wrong(judge(pair, one_value_each(pair), tmp_path / "model")) == []
+    assert wrong(name, judge(pair, one_value_each(pair), tmp_path / "model")) == []
 
 
 @pytest.mark.slow
@@ -60,4 +65,4 @@ def test_every_value_of_every_setting(name: str, tmp_path: Path) -> None:
         pytest.skip(NOT_RUN[name])
     pair = pair_of(name)
     changes = nested_changes(pair) if pair.nested else list_changes(pair.stored)
-    assert wrong(judge(pair, changes, tmp_path / "model")) == []
+    assert wrong(name, judge(pair, changes, tmp_path / "model")) == []
