@@ -30,6 +30,7 @@ FAMILY = Family(
             "logit_scale",
             Default("hidden_size ** -0.5 if tied_embeddings else 1.0"),
             "hidden_size ** -0.5 if x else 1.0",
+            null=1.0,
         ),
     ),
     hf=HF_T5,
