@@ -3,6 +3,7 @@
 from megtool.convert import (
     MEGATRON_MASKED_MODEL,
     Cat,
+    Default,
     Derived,
     Dropped,
     Family,
@@ -55,6 +56,7 @@ FAMILY = Family(
             every=3,
             both_sides=True,
         ),
+        Only("sliding_window", Default("window_size - 1"), is_written=False),
         Rope(
             160000.0,
             key="global_rope_theta",
