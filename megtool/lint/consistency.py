@@ -32,6 +32,7 @@ def check_consistency(folder: FolderView, *, reads_all_scales: bool = False) -> 
     """What contradicts itself in a folder (errors), and what is odd (warnings)."""
     context = read_context(folder)
     context.reads_all_scales = reads_all_scales
+    context.has_engine_limits = False
     rules = [rule for rule in load_rules() if rule.text.engine_independent]
     heads = _linear_heads(context)
     for engine in _READERS:

@@ -80,7 +80,8 @@ class LintContext:
     config.json; `config_json` and `hf_quant_config` are what the two files declare in ModelOpt's
     form. `stacked` are weights of all experts in one tensor, `embeddings` those that
     hold codes. `mismatch` compares the weights with the model's family (None: unknown family).
-    `reads_all_scales`: also large ones, of which `lint` reads headers alone.
+    `reads_all_scales`: also large ones, of which `lint` reads headers alone. Without
+    `has_engine_limits` a rule reports what contradicts the folder, not what an engine cannot run.
     """
 
     folder: FolderView
@@ -93,6 +94,7 @@ class LintContext:
     embeddings: list[str] = field(default_factory=list)
     mismatch: ModelMismatch | None = None
     reads_all_scales: bool = False
+    has_engine_limits: bool = True
     _statistics: dict[str, ScaleStatistics] = field(default_factory=dict)
 
     def statistics(self, tensor: StoredTensor) -> ScaleStatistics:

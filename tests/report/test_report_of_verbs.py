@@ -154,7 +154,7 @@ def test_what_differs_and_where(browser: Browser, hf: Path, tmp_path: Path) -> N
     reshard(hf, tmp_path / "half", dtype="float16")
     verify(hf, tmp_path / "half", report=tmp_path / "half.html")
     check_in_browser(browser, tmp_path / "half.html")
-    assert "Where" in browser.run("return document.body.textContent")
+    assert "Tensors by layer" in browser.run("return document.body.textContent")
     equal = verify(hf, hf, report=tmp_path / "equal.html")
     assert equal.verdict == "equal"
     check_in_browser(browser, tmp_path / "equal.html")

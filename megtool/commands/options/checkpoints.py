@@ -52,8 +52,9 @@ _EXACT = OptionCondition(
 class VerifyOptions(SourceOptions, ThreadCount, ScanShare, HtmlPage):
     """Check one checkpoint against its digests, or two against each other.
 
-    If one of two is quantized, weights are compared by signal-to-noise ratio, and the folder's
-    config files with its tensors. Exit status 7 when they differ.
+    Two are compared in parts, each with a verdict: tensors, configuration, training state, files.
+    If one is quantized, weights are compared by signal-to-noise ratio, and the folder's config
+    files with its tensors. Of one without digests all data is read. Exit status 7 when they differ.
 
     Example: megtool verify ./SmolLM2-135M-Instruct ./out
     """
@@ -74,6 +75,19 @@ class VerifyOptions(SourceOptions, ThreadCount, ScanShare, HtmlPage):
         0.0,
         metavar="X",
         minimum=0,
+        needs=(_TWO,),
+    )
+    parts: str | None = option(
+        "Comparison",
+        "Parts to compare, comma-separated: tensors, configuration, state, files; default: all.",
+        metavar="PART,…",
+        needs=(_TWO,),
+    )
+    logits: int | None = option(
+        "Comparison",
+        "Also run both models on this many fixed tokens and compare their logits.",
+        metavar="N",
+        minimum=1,
         needs=(_TWO,),
     )
     sqnr: float | None = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megtool.commands.pages.layer_grid import layer_grid
 from megtool.commands.reports.verify import Difference, VerifyReport
@@ -26,13 +26,26 @@ _TONES: dict[str, Tone] = {
     "different": "error",
 }
 _EXACT_DB = 120.0
-_NO_TENSORS = ("file", "object", "metadata")
+_NO_TENSORS = ("file", "object", "metadata", "setting", "state", "logits")
+_PART_TONES: dict[str, Tone] = {"equal": "good", "close": "good", "differs": "error"}
+_STATE_NAMES = {
+    "": "weights",
+    "param": "master weights",
+    "master": "master weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+}
+"""What optimizer states are to a reader, by the prefix of their tensors' names."""
 
 
 def verify_page(report: VerifyReport) -> Page:
     """The page of a comparison."""
     tiles = [
         PageTile(label="verdict", value=report.verdict, tone=_TONES[report.verdict]),
+        *(
+            PageTile(label=p.part, value=p.verdict, tone=_PART_TONES.get(p.verdict, "warning"))
+            for p in report.parts
+        ),
         PageTile(label="tensors", value=f"{report.num_tensors:,}"),
         PageTile(
             label="differences",
@@ -53,11 +66,14 @@ def verify_page(report: VerifyReport) -> Page:
 
 
 def _sections(report: VerifyReport) -> Iterator[PageSection]:
-    if any(d.kind not in _NO_TENSORS for d in report.differences):
+    if report.parts:
+        yield PageSection(title="Parts", blocks=[_parts(report)])
+    if report.compared or any(d.kind not in _NO_TENSORS for d in report.differences):
         yield PageSection(
-            title="Where",
-            text="A row is a kind of module, a column a layer. Pale cells are equal.",
-            blocks=[_where(report)],
+            title="Tensors by layer",
+            text="A row is a kind of module, a column a layer. Pale cells are equal. Optimizer "
+            "state has grids of its own.",
+            blocks=[*_grids(report)],
         )
     if report.weights:
         yield PageSection(
@@ -65,6 +81,8 @@ def _sections(report: VerifyReport) -> Iterator[PageSection]:
             text="Signal over quantization noise of each weight: more is better.",
             blocks=[_noise(report), _weights(report)],
         )
+    if report.settings:
+        yield PageSection(title="Settings", blocks=[_settings(report)])
     if report.differences:
         samples = [d for d in report.differences if d.samples]
         blocks = [_differences(report), *([_elements(samples)] if samples else [])]
@@ -73,24 +91,76 @@ def _sections(report: VerifyReport) -> Iterator[PageSection]:
         yield PageSection(title="Differences", findings=[])
 
 
-def _where(report: VerifyReport) -> PageFigure:
-    shares: dict[str, float | None] = dict.fromkeys(report.compared, 0.0)
-    largest: dict[str, float | None] = dict.fromkeys(report.compared, 0.0)
-    texts = {}
+def _parts(report: VerifyReport) -> PageTable:
+    return PageTable(
+        title="Verdict by part",
+        columns=[
+            PageColumn(name="part"),
+            PageColumn(name="verdict"),
+            PageColumn(name="compared", kind="count"),
+            PageColumn(name="differ", kind="count"),
+            PageColumn(name="not compared"),
+        ],
+        rows=[
+            (
+                part.part,
+                part.verdict,
+                len(part.compared),
+                part.num_differences,
+                "; ".join(f"{name}: {why}" for name, why in part.not_compared.items()),
+            )
+            for part in report.parts
+        ],
+    )
+
+
+def _settings(report: VerifyReport) -> PageTable:
+    """The settings of both models, those that differ first."""
+    ordered = sorted(report.settings, key=lambda s: not s.differs)
+    return PageTable(
+        title="Settings side by side",
+        columns=[
+            PageColumn(name="setting", kind="code"),
+            PageColumn(name="A"),
+            PageColumn(name="B"),
+            PageColumn(name="differs"),
+        ],
+        rows=[(s.name, str(s.a), str(s.b), "differs" if s.differs else "") for s in ordered],
+    )
+
+
+def _grids(report: VerifyReport) -> Iterator[PageFigure]:
+    """A grid of the weights, one of the master weights, and one of each moment."""
     differences = [d for d in report.differences if d.kind not in _NO_TENSORS]
+    names = dict.fromkeys((*report.compared, *(d.tensor for d in differences)))
+    by_state: dict[str, list[str]] = {}
+    for name in names:
+        by_state.setdefault(name.rpartition(":")[0], []).append(name)
+    for state, members in by_state.items():
+        chosen = {*members}
+        yield _where(
+            f"Differing elements: {_STATE_NAMES.get(state, state)}",
+            members,
+            [d for d in differences if d.tensor in chosen],
+        )
+
+
+def _where(title: str, names: Sequence[str], differences: Sequence[Difference]) -> PageFigure:
+    shares: dict[str, float | None] = dict.fromkeys(names, 0.0)
+    largest: dict[str, float | None] = dict.fromkeys(names, 0.0)
+    texts = {}
     for d in differences:
         if d.num_elements and d.num_differing is not None:
             shares[d.tensor] = d.num_differing / d.num_elements
             largest[d.tensor] = d.largest_abs
         else:
-            shares[d.tensor] = 1.0
-            largest.setdefault(d.tensor, None)
+            shares[d.tensor], largest[d.tensor] = 1.0, None
         texts[d.tensor] = d.text
     tensors = {d.tensor for d in differences}
-    differs: dict[str, float | None] = {n: float(n in tensors) for n in (*shares, *tensors)}
+    differs: dict[str, float | None] = {n: float(n in tensors) for n in names}
     return heat_figure(
-        "Differing elements",
-        f"{len(tensors):,} of {len(shares):,} tensors differ.",
+        title,
+        f"{len(tensors):,} of {len(names):,} tensors differ.",
         {
             "which differ": layer_grid(differs, texts=texts),
             "share of elements that differ": layer_grid(shares, texts=texts, unit="share"),

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from megtool.console import format_bytes
 from megtool.quantize.verification.sqnr_thresholds import WeightComparison
 from megtool.report.sections import Report, Row, Section, Table, fold_names
 
-_SHOWN = 20
+_SHOWN, _SHOWN_NAMES = 20, 6
 _GROUPS = 6
 _WORST = 5
+_PARTS = ("configuration", "training state", "files", "logits", "tensors")
+_NOUNS = {
+    "tensors": "tensors",
+    "configuration": "settings",
+    "training state": "entries",
+    "files": "files",
+    "logits": "tokens",
+}
 
 DifferenceKind = Literal[
     "missing",
@@ -27,7 +35,12 @@ DifferenceKind = Literal[
     "replica",
     "file",
     "object",
+    "setting",
+    "state",
+    "logits",
 ]
+PartName = Literal["tensors", "configuration", "training state", "files", "logits"]
+PartVerdict = Literal["equal", "close", "differs", "not compared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,8 @@ class Difference:
     `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
     (absolute, and relative to the element of B where that is not 0), and at which index of the
     tensor. `samples` are the first elements that differ: index, value in A, value in B.
+    `part` is the part of the checkpoint, and where a setting, an entry of the training state or a
+    file differs, `tensor` is its name.
     """
 
     tensor: str
@@ -50,6 +65,73 @@ class Difference:
     largest_rel: float | None = None
     largest_rel_at: tuple[int, ...] | None = None
     samples: tuple[tuple[tuple[int, ...], float, float], ...] = ()
+    part: PartName = "tensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCheck:
+    """The verdict on one part of two checkpoints.
+
+    `compared` are the names of what was compared, `not_compared` those of what was not, each with
+    the reason. The part is `not compared` if nothing of it was.
+    """
+
+    part: PartName
+    verdict: PartVerdict
+    compared: tuple[str, ...] = ()
+    not_compared: Mapping[str, str] = field(default_factory=dict)
+    num_differences: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        part: PartName,
+        compared: Iterable[str],
+        not_compared: Mapping[str, str],
+        differences: Collection[Difference],
+    ) -> PartCheck:
+        """Make the verdict from what was compared and what differs."""
+        names = tuple(compared)
+        verdict: PartVerdict = "equal" if names else "not compared"
+        return cls(
+            part=part,
+            verdict="differs" if differences else verdict,
+            compared=names,
+            not_compared=dict(not_compared),
+            num_differences=len(differences),
+        )
+
+    def with_verdict(self, verdict: PartVerdict) -> PartCheck:
+        """Return the same part with another verdict."""
+        return replace(self, verdict=verdict)
+
+    def with_differences(self, count: int) -> PartCheck:
+        """Return the same part with a number of differences, which decides the verdict."""
+        return replace(self, num_differences=count, verdict="differs") if count else self
+
+    def describe(self) -> str:
+        """Return the verdict, what was compared, and by name what was not."""
+        count = f"{len(self.compared)} {_NOUNS[self.part]}"
+        if self.verdict == "differs":
+            text = f"differs: {self.num_differences} of {count}" if self.compared else "differs"
+        elif self.part in ("training state", "files") and self.compared:
+            text = f"{self.verdict}: {_some_names(self.compared)}"
+        else:
+            text = f"{self.verdict}: {count}" if self.compared else self.verdict
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.not_compared.items():
+            by_reason.setdefault(reason, []).append(name)
+        left = [
+            reason if names == [self.part] else f"{_some_names(names)} ({reason})"
+            for reason, names in by_reason.items()
+        ]
+        if not left:
+            return text
+        return (
+            f"{text}; not compared: {'; '.join(left)}"
+            if self.compared
+            else f"{text}: " + ("; ".join(left))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +151,10 @@ class DigestCheck:
         """The counts as text."""
         num_files = self.matching_files + self.differing_files
         if not self.matching and not self.differing and not num_files:
-            return f"none: all {len(self.unverified)} tensors are unverified"
+            return (
+                f"none: nothing vouches for the bytes, all {len(self.unverified)} tensors are "
+                "unverified"
+            )
         text = (
             f"tensors: {self.matching} match, {self.differing} differ, "
             f"{len(self.unverified)} unverified"
@@ -77,6 +162,46 @@ class DigestCheck:
         if num_files:
             text += f"; files: {self.matching_files} match, {self.differing_files} differ"
         return text
+
+
+def _some_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingPair:
+    """One setting of the model as each of two checkpoints has it."""
+
+    name: str
+    a: Any
+    b: Any
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsCheck:
+    """The logits of two models over the same tokens.
+
+    `largest` is the largest magnitude of a logit in B, `largest_abs` the largest difference, and
+    `tolerance` the difference that is allowed, None where one of the models is quantized.
+    `num_equal_choices` counts positions where both have the same best token.
+    """
+
+    num_tokens: int
+    largest: float
+    largest_abs: float
+    tolerance: float | None
+    num_equal_choices: int
+
+    def describe(self) -> str:
+        """Return the figures as text."""
+        allowed = "" if self.tolerance is None else f" ({self.tolerance:.3g} allowed)"
+        return (
+            f"{self.num_tokens} tokens: the largest difference is {self.largest_abs:.3g}{allowed}, "
+            f"the largest logit {self.largest:.3g}; {self.num_equal_choices} of {self.num_tokens} "
+            "best tokens agree"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +213,9 @@ class VerifyReport(Report):
     checkpoint, held against digests; `num_bytes` were read for it on one side. `within` is the
     largest difference that the tolerance let pass. `notes` say what is odd, and no difference.
     `weights` are those compared by signal over noise, the worst first, where one side is quantized.
-    `compared` are the names of the tensors that were compared element by element.
+    `compared` are the names of the tensors that were compared element by element. `parts` are the
+    verdicts on the parts of two checkpoints, and `settings` those of both models side by side.
+    `num_finite` tensors of a single checkpoint have no digest: they were read for NaN and Inf.
     """
 
     a: str
@@ -108,6 +235,10 @@ class VerifyReport(Report):
     differences: tuple[Difference, ...]
     weights: tuple[WeightComparison, ...] = ()
     compared: tuple[str, ...] = ()
+    parts: tuple[PartCheck, ...] = ()
+    settings: tuple[SettingPair, ...] = ()
+    num_finite: int = 0
+    logits: LogitsCheck | None = None
 
     @property
     def exit_status(self) -> int:
@@ -120,6 +251,8 @@ class VerifyReport(Report):
         `close` if one is quantized, and every weight has no more noise than its format may."""
         if self.differences:
             return "different"
+        if self.parts and all(p.verdict == "not compared" for p in self.parts):
+            return "unverified"
         if self.b is not None:
             return "close" if any(w.sqnr_db != math.inf for w in self.weights) else "equal"
         return "unverified" if any(d.unverified for d in self.digests) else "ok"
@@ -141,7 +274,8 @@ class VerifyReport(Report):
         yield Section(rows=[*self._difference_rows()])
 
     def _difference_rows(self) -> Iterator[Row]:
-        for d in self.differences[:_SHOWN]:
+        by_part = sorted(self.differences, key=lambda d: _PARTS.index(d.part))
+        for d in by_part[:_SHOWN]:
             where = f"{d.tensor} ({d.stored})" if d.stored != d.tensor else d.tensor
             yield d.kind, f"{where}: {d.text}"
         if len(self.differences) > _SHOWN:
@@ -177,11 +311,24 @@ class VerifyReport(Report):
     def rows(self) -> Iterator[Row]:
         """What was compared, how, and with what result."""
         rate = f" ({format_bytes(self.num_bytes / self.seconds)}/s)" if self.seconds else ""
-        yield (
-            "read" if self.b is None else "compared",
-            f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)} "
-            f"in {self.seconds:.2f} s{rate}",
-        )
+        if not self.parts or any(p.part == "tensors" for p in self.parts):
+            yield (
+                "read" if self.b is None else "compared",
+                f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)} "
+                f"in {self.seconds:.2f} s{rate}",
+            )
+        for part in self.parts:
+            text = part.describe()
+            if part.part == "logits" and self.logits is not None:
+                text = f"{part.verdict}: {self.logits.describe()}"
+            yield part.part, text
+        if self.num_finite:
+            wrong = sum(d.kind == "values" for d in self.differences)
+            yield (
+                "data",
+                f"{self.num_finite} tensors without a digest: "
+                + (f"{wrong} have NaN or Inf" if wrong else "no NaN, no Inf"),
+            )
         if self.matched_by == "canonical":
             yield "names", f"canonical{f', of family {self.family}' if self.family else ''}"
         else:

@@ -23,6 +23,7 @@ class Findings:
     def __init__(self) -> None:
         self.differences: list[Difference] = []
         self.notes: list[str] = []
+        self.uncompared: dict[str, str] = {}
         self.within = 0.0
 
     def add(self, differences: Sequence[Difference], notes: Sequence[str]) -> None:

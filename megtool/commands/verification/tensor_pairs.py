@@ -97,6 +97,8 @@ def match_tensors(
         if name in compared_sources[1].sizes and q is not None:
             yield TensorPair(name=name, a=None, b=q)
     for (state, path, kind), n in num_unmatched.items():
+        reason = f"{path} alone has it, and {kind!r} has no place for it"
+        findings.uncompared[f"{state} of {n} tensors"] = reason
         findings.notes.append(
             f"{state} of {n} tensors is in {path} alone, for {kind!r} has no place for it"
         )

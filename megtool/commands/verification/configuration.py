@@ -1,0 +1,187 @@
+"""Comparison of what two checkpoints say about the model: every setting that changes its function.
+
+Both sides are read into the same fields, by their family or from Megatron's args, and compared by
+meaning. Settings that no field holds are compared as they are stored, where both sides store them
+in the same way. What only tensors or the layout say is left to the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megtool.commands.options.checkpoints import VerifyOptions
+from megtool.commands.reports.verify import Difference, PartCheck, SettingPair
+from megtool.convert.families.family import Family
+from megtool.convert.families.nested import TEXT_CONFIG
+from megtool.convert.language.canonical import VOCABULARY
+from megtool.errors import MegtoolError
+from megtool.formats.safetensors.quantization_config import QUANT_KEYS, TRANSFORMS_KEY
+from megtool.megatron_state.saved_objects import saved_args
+from megtool.source.checkpoint import CheckpointSource
+from megtool.source.open import identify_model
+from megtool.spec.meaning import compare_functions, function_fields
+from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
+
+PART = "configuration"
+
+_SEEN_IN_TENSORS = frozenset(
+    {
+        *(entry.flag for entry in VOCABULARY.values() if entry.flag is not None),
+        "tied_embeddings",
+        "vocab_size",
+    }
+)
+"""Fields that are compared with the tensors: whether there are optional ones, and their rows."""
+
+_FROM_FAMILY = frozenset(n for n, facts in CONFIG_FIELDS.items() if facts.from_family)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Described:
+    """What one checkpoint says about its model.
+
+    `config` is None if it says nothing that can be read, and `reason` says why. `unsaid` are fields
+    that it has no place for. `unread` are stored settings that no field holds, by name; `form`
+    says how they are stored.
+    """
+
+    path: str
+    config: ModelConfig | None = None
+    reason: str = ""
+    family: Family | None = None
+    form: str = ""
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    unsaid: Collection[str] = ()
+
+
+def compare_configurations(
+    a: CheckpointSource, b: CheckpointSource, options: VerifyOptions
+) -> tuple[PartCheck, list[Difference], tuple[SettingPair, ...]]:
+    """Compare the settings of two models; also returns both sides of each setting."""
+    first, second = _describe(a, options), _describe(b, options)
+    x, y = _complete(first, second), _complete(second, first)
+    differences: list[Difference] = []
+    uncompared: dict[str, str] = {}
+    compared: list[str] = []
+    pairs: list[SettingPair] = []
+    if x.config is None or y.config is None:
+        side = x if x.config is None else y
+        uncompared[PART] = f"{side.path}: {side.reason}"
+    else:
+        differing = compare_functions(x.config, y.config)
+        said = [n for n in function_fields(x.config) if n not in _SEEN_IN_TENSORS]
+        more = [n for n in function_fields(y.config) if n not in {*said, *_SEEN_IN_TENSORS}]
+        for name in (*said, *more):
+            values = x.config.get(name), y.config.get(name)
+            place = next((s for s in (x, y) if name in s.unsaid), None)
+            if place is not None and name in differing:
+                uncompared[name] = f"the args of {place.path} hold none"
+                continue
+            compared.append(name)
+            pairs.append(
+                SettingPair(name=name, a=values[0], b=values[1], differs=name in differing)
+            )
+            if name in differing:
+                text = f"{values[0]!r:.100} in {x.path}, {values[1]!r:.100} in {y.path}"
+                differences.append(_difference(name, text + _other_names(name)))
+    for name, text in _compare_unread(x, y, uncompared, compared):
+        differences.append(_difference(name, text))
+    return PartCheck.of(PART, compared, uncompared, differences), differences, tuple(pairs)
+
+
+def _describe(source: CheckpointSource, options: VerifyOptions) -> _Described:
+    """Read what a checkpoint itself says, without the folder that `--like` names."""
+    out = _Described(path=str(source.path))
+    try:
+        own = identify_model(source.catalogue, options.family, None)
+    except MegtoolError as e:
+        return replace(out, reason=e.message)
+    if own is None:
+        return replace(out, reason=f"{source.format!r} holds no model configuration here")
+    is_read_alone = options.like is not None or source.known_config is None
+    config = own.config if is_read_alone else source.known_config
+    form, unread = "", dict[str, Any]()
+    if own.hf_config is not None:
+        form = f"config.json of {own.hf_config.get('model_type')}"
+        unread = dict(_flatten(own.config.extra))
+    elif "gguf" in source.catalogue.metadata:
+        facts = source.catalogue.metadata["gguf"]
+        form = f"GGUF metadata of {facts.get('general.architecture')}"
+    elif saved_args(source.catalogue):
+        form = "args"
+    return replace(out, config=config, family=own.family, form=form, unread=unread)
+
+
+def _complete(side: _Described, other: _Described) -> _Described:
+    """Complete a configuration from args with what the other side's family says of every member."""
+    if side.config is None or side.family is not None or other.family is None:
+        return side
+    unsaid = {n for n in _FROM_FAMILY if side.config.get(n) == CONFIG_FIELDS[n].default}
+    try:
+        config, _ = other.family.completed(side.config)
+    except MegtoolError:
+        config = side.config
+    return replace(side, config=config, unsaid=unsaid)
+
+
+def _compare_unread(
+    a: _Described, b: _Described, uncompared: dict[str, str], compared: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield settings that no field holds and that differ as they are stored."""
+    if a.form != b.form:
+        return
+    for name in (*a.unread, *(n for n in b.unread if n not in a.unread)):
+        if name.rpartition(".")[2] in _WITHOUT_EFFECT:
+            continue
+        x, y = a.unread.get(name), b.unread.get(name)
+        if x == y:
+            compared.append(name)
+        elif name in a.unread and name in b.unread:
+            compared.append(name)
+            yield name, f"{x!r:.100} in {a.path}, {y!r:.100} in {b.path}; megtool does not read it"
+        elif x or y:
+            has = a.path if name in a.unread else b.path
+            uncompared[name] = f"{has} alone states it, and megtool does not read it"
+
+
+def _flatten(stored: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested settings; those of a text model have the names of a flat one."""
+    for key, value in stored.items():
+        if isinstance(value, Mapping) and key == TEXT_CONFIG:
+            yield from _flatten(value, prefix)
+        elif isinstance(value, Mapping) and key.endswith("_config"):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *QUANT_KEYS,
+        TRANSFORMS_KEY,
+        *("architectures", "model_type", "auto_map", "transformers_version", "_name_or_path"),
+        *("dtype", "torch_dtype", "use_cache", "initializer_range", "_attn_implementation"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+        *("output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "classifier_dropout"),
+        *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
+        *("tokenizer_class", "gradient_checkpointing", "use_flash_attn", "pretraining_tp"),
+        *("router_aux_loss_coef", "output_router_logits", "aux_loss_alpha", "seq_aux"),
+        *("max_position_embeddings", "_commit_hash", "unsloth_version", "unsloth_fixed"),
+    }
+)
+"""Keys of a config.json that say who wrote it and how it is stored, trained or run."""
+
+
+def _other_names(name: str) -> str:
+    facts = CONFIG_FIELDS[name]
+    known = {"Hugging Face": facts.hf, "Megatron": facts.megatron}
+    names = [f"{word} in {who}" for who, word in known.items() if word and word != name]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _difference(name: str, text: str) -> Difference:
+    return Difference(tensor=name, stored=name, kind="setting", text=text, part=PART)
