@@ -26,7 +26,7 @@ _TONES: dict[str, Tone] = {
     "different": "error",
 }
 _EXACT_DB = 120.0
-_NO_TENSORS = ("file", "object", "metadata", "setting", "state", "logits")
+_NO_TENSORS = ("file", "object", "metadata", "state", "logits")
 _PART_TONES: dict[str, Tone] = {"equal": "good", "close": "good", "differs": "error"}
 _STATE_NAMES = {
     "": "weights",

@@ -35,7 +35,6 @@ DifferenceKind = Literal[
     "replica",
     "file",
     "object",
-    "setting",
     "state",
     "logits",
 ]
@@ -277,7 +276,8 @@ class VerifyReport(Report):
         by_part = sorted(self.differences, key=lambda d: _PARTS.index(d.part))
         for d in by_part[:_SHOWN]:
             where = f"{d.tensor} ({d.stored})" if d.stored != d.tensor else d.tensor
-            yield d.kind, f"{where}: {d.text}"
+            is_named = d.text.startswith(f"{where} is ")  # a setting
+            yield d.kind, d.text if is_named else f"{where}: {d.text}"
         if len(self.differences) > _SHOWN:
             kinds = Counter(d.kind for d in self.differences)
             counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())

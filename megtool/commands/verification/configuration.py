@@ -84,7 +84,7 @@ def compare_configurations(
                 SettingPair(name=name, a=values[0], b=values[1], differs=name in differing)
             )
             if name in differing:
-                text = f"{values[0]!r:.100} in {x.path}, {values[1]!r:.100} in {y.path}"
+                text = _both(name, values, x, y)
                 differences.append(_difference(name, text + _other_names(name)))
     for name, text in _compare_unread(x, y, uncompared, compared):
         differences.append(_difference(name, text))
@@ -133,14 +133,14 @@ def _compare_unread(
     if a.form != b.form:
         return
     for name in (*a.unread, *(n for n in b.unread if n not in a.unread)):
-        if name.rpartition(".")[2] in _WITHOUT_EFFECT:
+        if not _WITHOUT_EFFECT.isdisjoint(name.split(".")):
             continue
         x, y = a.unread.get(name), b.unread.get(name)
         if x == y:
             compared.append(name)
         elif name in a.unread and name in b.unread:
             compared.append(name)
-            yield name, f"{x!r:.100} in {a.path}, {y!r:.100} in {b.path}; megtool does not read it"
+            yield name, f"{_both(name, (x, y), a, b)}; megtool does not read it"
         elif x or y:
             has = a.path if name in a.unread else b.path
             uncompared[name] = f"{has} alone states it, and megtool does not read it"
@@ -176,6 +176,10 @@ _WITHOUT_EFFECT = frozenset(
 """Keys of a config.json that say who wrote it and how it is stored, trained or run."""
 
 
+def _both(name: str, values: tuple[Any, Any], a: _Described, b: _Described) -> str:
+    return f"{name} is {values[0]!r:.100} in {a.path}, and {values[1]!r:.100} in {b.path}"
+
+
 def _other_names(name: str) -> str:
     facts = CONFIG_FIELDS[name]
     known = {"Hugging Face": facts.hf, "Megatron": facts.megatron}
@@ -184,4 +188,4 @@ def _other_names(name: str) -> str:
 
 
 def _difference(name: str, text: str) -> Difference:
-    return Difference(tensor=name, stored=name, kind="setting", text=text, part=PART)
+    return Difference(tensor=name, stored=name, kind="metadata", text=text, part=PART)

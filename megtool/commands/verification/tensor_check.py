@@ -208,8 +208,10 @@ class TensorCheck:
             scan=scan.part("data") if scan else None,
         )
         canonical = {p.stored: n for n, p in source.view.placements.items()}
+        told = {d.tensor for d in self.findings.differences}  # scales that make Inf of codes
         for name, found in counts.items():
-            if found:
+            is_told = source.catalogue[name].packing and name.rpartition(".")[0] in told
+            if found and not is_told:
                 self.findings.differences.append(
                     Difference(
                         tensor=canonical.get(name, name),
