@@ -71,6 +71,14 @@ def _in_one_line(name: str) -> str:
 _LINE_BREAKS = frozenset("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM has ended a run before its end; `hint` says what of it is saved."""
+
+    def __init__(self, hint: str) -> None:
+        super().__init__(hint)
+        self.hint = hint
+
+
 class UsageError(MegtoolError):
     """The command line or the call asks for something that makes no sense."""
 

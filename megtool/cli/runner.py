@@ -23,7 +23,14 @@ from megtool.console import (
     printing,
     set_up,
 )
-from megtool.errors import FormatError, MegtoolError, OutOfMemoryError, StorageError, UsageError
+from megtool.errors import (
+    FormatError,
+    MegtoolError,
+    OutOfMemoryError,
+    RunInterrupted,
+    StorageError,
+    UsageError,
+)
 from megtool.options.config_file import build_options
 from megtool.options.field import find_option, option_fields, replace_options
 from megtool.options.groups import ReportOutput
@@ -134,11 +141,13 @@ def run(work: Work, output: CommandOutput | None = None) -> int:
         if output.reports and output.as_json:
             _echo_error(shortage.to_json())
         return shortage.exit_status
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         log_line("error", "interrupted")
         if output.reports and output.as_json:
             _echo_error({"id": "interrupted", "message": "interrupted", "exit_status": 130})
-        if output.resumes:
+        if isinstance(error, RunInterrupted):
+            log_line("hint", error.hint)
+        elif output.resumes:
             log_line("hint", "the same command resumes where this one stopped")
         return 130
     return report.exit_status

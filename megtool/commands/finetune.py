@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megtool.commands.options.finetune import FinetuneOptions
 from megtool.commands.reports.finetune import FinetunePlan, FinetuneReport
 from megtool.console import Progress, silent
-from megtool.errors import MissingPackageError, OutOfMemoryError, UsageError
+from megtool.errors import MissingPackageError, OutOfMemoryError, RunInterrupted, UsageError
 from megtool.formats.save_folder import folder_name
 from megtool.inference.runtime import on_ranks, usual_device
 from megtool.options.execution import ExecutionOptions
@@ -51,9 +54,11 @@ def finetune(
     """Train the model in `source` on `data`, and save it in `destination`, a Megatron save folder.
 
     If `destination` holds checkpoints of the same run, training resumes from the newest. On several
-    processes, each of them calls this.
+    processes, each of them calls this. After SIGINT or SIGTERM the step that is under way ends, and
+    the run is saved; the report's exit status is 130.
 
     Raises:
+        RunInterrupted: SIGINT or SIGTERM came before the first step, or a second time.
         TrainingError: a loss or a gradient is NaN or Inf, or `destination` holds another run.
         MegtoolError: the checkpoint, the data, the layout or an option cannot be used.
     """
@@ -87,10 +92,37 @@ def finetune(
         num_instances=settings.sharding.num_distributed_optimizer_instances,
         orders_kernels=not settings.sharding.is_fully_sharded,
     )
-    with ranks as groups:
+    with _says_what_is_saved(folder), ranks as groups:
         result = TrainRun(source, folder, settings, checkpoint, groups, progress).run()
         report = _report(source, folder, settings, result, groups, progress)
         return replace(report, against=tuple(map(str, options.report_against)))
+
+
+@contextmanager
+def _says_what_is_saved(folder: Path) -> Iterator[None]:
+    """Interrupt on SIGTERM as on SIGINT, and say of an interrupted run what is saved of it.
+
+    Raises:
+        RunInterrupted: the run was interrupted, and not at the end of a step.
+    """
+    is_usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    takes_signals = is_usual and threading.current_thread() is threading.main_thread()
+    if takes_signals:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from megtool.train.checkpointing.retention import find_newest_iteration
+
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        newest = find_newest_iteration(folder)
+        if newest is None:
+            hint = f"nothing is saved in {folder}: the same command starts from the beginning"
+        else:
+            hint = f"iteration {newest} is saved in {folder}: the same command resumes from it"
+        raise RunInterrupted(hint) from e
+    finally:
+        if takes_signals:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _check_other_runs(folders: Sequence[Path]) -> None:
@@ -121,13 +153,14 @@ def _report(
     notes: tuple[str, ...] = ()
     if groups.rank == 0:
         plot = _plot(folder, losses, result.evaluations)
-        hf = _export(
-            folder,
-            outcome.saved_iteration,
-            settings,
-            progress,
-            has_quantizers=result.has_quantizers,
-        )
+        if outcome.stop_reason != "interrupt":  # which should end soon
+            hf = _export(
+                folder,
+                outcome.saved_iteration,
+                settings,
+                progress,
+                has_quantizers=result.has_quantizers,
+            )
         notes = tuple(_note_export(folder, outcome.saved_iteration))
     return FinetuneReport(
         source=str(source.path),

@@ -27,7 +27,8 @@ class Verb:
 
     `command` is its name on the command line, `api` in Python. `summary` is the first sentence of
     its options' docstring, for lists of verbs. `options_path` and `function_path`
-    are `module:name`. An interrupted run `resumes` when it is started again. A verb that
+    are `module:name`. An interrupted run `resumes` when it is started again, whenever it was
+    interrupted. A verb that
     `runs_on_ranks` may be started by torchrun: only rank 0 reports. With `has_config` options may
     come from a YAML file. `page_path` names what makes a page of its report, for --report.
     """
@@ -219,7 +220,6 @@ VERBS = (
         options_path=f"{_OPTIONS}.finetune:FinetuneOptions",
         function_path="megtool.commands.finetune:finetune",
         page_path=f"{_PAGES}.finetune:finetune_page",
-        resumes=True,
         runs_on_ranks=True,
         has_config=True,
     ),

@@ -44,7 +44,9 @@ from megtool.train.run_plan import RunPlan
 
 _LOG = logging.getLogger(__name__)
 
-StopReason = Literal["done", "patience", "signal", "time"]
+StopReason = Literal["done", "patience", "signal", "interrupt", "time"]
+"""Why a run ended: `signal` is a SIGTERM that `--exit-signal-handler` expects, `interrupt` is any
+other SIGTERM or SIGINT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +94,23 @@ def train(job: TrainJob, state: TrainState, *, progress: Progress = silent) -> T
         StorageError: a checkpoint or the log cannot be written.
         FormatError: the data is damaged.
     """
-    with _watch_sigterm(job.settings.exit_signal_handler) as is_signalled:
-        return _TrainLoop(job, state, is_signalled, progress).run()
+    with _watch_signals() as received:
+        return _TrainLoop(job, state, received, progress).run()
 
 
 class _TrainLoop:
     """The state of the loop."""
 
     def __init__(
-        self, job: TrainJob, state: TrainState, is_signalled: Callable[[], bool], progress: Progress
+        self,
+        job: TrainJob,
+        state: TrainState,
+        received: Callable[[], signal.Signals | None],
+        progress: Progress,
     ) -> None:
         self.job, self.state, self.progress = job, state, progress
-        self.is_signalled = is_signalled
+        self.received = received
+        self.signals = (0.0, 0.0)
         self.groups = job.stages[0].groups
         self.schedule = _make_schedule(job)
         self.outcome = TrainOutcome(iteration=state.iteration)
@@ -172,7 +179,11 @@ class _TrainLoop:
         passes = job.features.around_passes(state.iteration, batch)
         with record_function("forward and backward"), passes:
             loss, count = self.schedule.step(batch, labels_BS)
-        loss_sum, num_labels = world_sum([float(loss), float(count)], self.groups)
+        # Every rank learns here, with the loss, whether one of them is to stop after this step.
+        arrived = self.received()
+        flags = [float(arrived == s) for s in (signal.SIGTERM, signal.SIGINT)]
+        loss_sum, num_labels, *arrivals = world_sum([float(loss), float(count)], self.groups, flags)
+        self.signals = (arrivals[0], arrivals[1])
         state.iteration += 1
         if not math.isfinite(loss_sum):
             raise self.nonfinite_error(f"the loss is {loss_sum}", batch, labels_BS)
@@ -294,10 +305,14 @@ class _TrainLoop:
         has_run = minutes is not None and time.monotonic() - self.start_time > 60 * minutes
         if self.patience_exhausted():
             return "patience"
-        if not settings.exit_signal_handler and minutes is None:
+        is_terminated, is_interrupted = self.signals
+        if is_terminated and settings.exit_signal_handler:
+            return "signal"
+        if is_terminated or is_interrupted:
+            return "interrupt"
+        if minutes is None:
             return None
-        flags = world_sum([], self.groups, [float(self.is_signalled()), float(has_run)])
-        return "signal" if flags[0] else "time" if flags[1] else None
+        return "time" if world_sum([], self.groups, [float(has_run)])[0] else None
 
     def patience_exhausted(self) -> bool:
         """Whether evaluations have stopped improving; rank 0, which has all of them, decides."""
@@ -401,18 +416,25 @@ def patience_exhausted(evaluations: Sequence[tuple[int, float]], patience: int) 
 
 
 @contextmanager
-def _watch_sigterm(is_enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has arrived since the block began; in the block it has no other effect."""
-    received = threading.Event()
+def _watch_signals() -> Iterator[Callable[[], signal.Signals | None]]:
+    """Note the first SIGINT or SIGTERM; the step that is under way ends, and the run is saved.
 
-    def note(_: int, __: FrameType | None) -> None:
-        received.set()
+    A second SIGINT or SIGTERM interrupts at once, as it does outside the block.
+    """
+    received: list[signal.Signals] = []
 
-    if not is_enabled or threading.current_thread() is not threading.main_thread():
-        yield received.is_set
+    def note(number: int, _: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number))
+        _LOG.warning("interrupted: the run is saved after this step (again: stops at once)")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
         return
-    before = signal.signal(signal.SIGTERM, note)
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received.is_set
+        yield lambda: received[0] if received else None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

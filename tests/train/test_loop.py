@@ -203,6 +203,32 @@ def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_ends_after_its_step(model: Path, number: signal.Signals) -> None:
+    class Signals(Numbers):
+        def rows(self, first: int, count: int) -> PackedRows:
+            if first == 4:
+                os.kill(os.getpid(), number)
+            return super().rows(first, count)
+
+    before = signal.getsignal(number)
+    outcome = run(replace(job(model, prefetch_steps=0), dataset=Signals()))
+    assert (outcome.stop_reason, outcome.state.iteration) == ("interrupt", 2)
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_stops_at_once(model: Path) -> None:
+    class Signals(Numbers):
+        def rows(self, first: int, count: int) -> PackedRows:
+            if first == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().rows(first, count)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(job(model, prefetch_steps=0), dataset=Signals()))
+
+
 def test_patience_counts_evaluations_since_the_best() -> None:
     curve = [(n, x) for n, x in enumerate((3.0, 2.0, 2.5, 2.1))]
     assert not patience_exhausted(curve, 3)

@@ -17,6 +17,7 @@ _REASONS = {
     "done": "all steps are done",
     "patience": "evaluations no longer improve",
     "signal": "SIGTERM; the same command resumes",
+    "interrupt": "interrupted and saved; the same command resumes",
     "time": "--exit-duration-in-mins; the same command resumes",
 }
 
@@ -138,6 +139,10 @@ class FinetuneReport(Report):
     adapter: str | None = None
     draft_head: str | None = None
     against: tuple[str, ...] = ()
+
+    @property
+    def exit_status(self) -> int:
+        return 130 if self.outcome.stop_reason == "interrupt" else 0
 
     def to_json(self) -> dict[str, Any]:
         return self.add_remarks(flatten(asdict(self), "outcome"))

@@ -159,7 +159,9 @@ class TrainConfig(TokenizerChoice):
         metavar="GLOB",
         needs=unused_with({"lora_rank": "which trains adapters only"}),
     )
-    exit_signal_handler: bool = option(TRAINING, "On SIGTERM save, and stop.", False)
+    exit_signal_handler: bool = option(
+        TRAINING, "Exit with status 0 when SIGTERM has ended the run, which is saved.", False
+    )
     exit_duration_in_mins: float | None = option(
         TRAINING, "Save and stop after so many minutes.", metavar="X"
     )
