@@ -13,16 +13,20 @@ from typing import Any
 
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.reports.verify import Difference, PartCheck, SettingPair
+from megtool.commands.verification.attached_files import parse_json
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.convert.language.canonical import VOCABULARY
+from megtool.convert.megatron.arg_table import READ
+from megtool.convert.megatron.settings import find_unsupported, plain_args
 from megtool.errors import MegtoolError
 from megtool.formats.safetensors.quantization_config import QUANT_KEYS, TRANSFORMS_KEY
 from megtool.megatron_state.saved_objects import saved_args
-from megtool.source.checkpoint import CheckpointSource
-from megtool.source.open import identify_model
+from megtool.source.checkpoint import HF_FOLDER, CheckpointSource
+from megtool.source.identify import identify_model
 from megtool.spec.meaning import compare_functions, function_fields
 from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
+from megtool.storage.files import read_file
 
 PART = "configuration"
 
@@ -35,6 +39,9 @@ _SEEN_IN_TENSORS = frozenset(
 )
 """Fields that are compared with the tensors: whether there are optional ones, and their rows."""
 
+_PADDED = frozenset({"padded_vocab_size", "vocab_size", "seq_length", "max_position_embeddings"})
+"""Args that depend on the layout, or that tensors show."""
+
 _FROM_FAMILY = frozenset(n for n, facts in CONFIG_FIELDS.items() if facts.from_family)
 
 
@@ -44,7 +51,8 @@ class _Described:
 
     `config` is None if it says nothing that can be read, and `reason` says why. `unsaid` are fields
     that it has no place for. `unread` are stored settings that no field holds, by name; `form`
-    says how they are stored.
+    says how they are stored. `unsupported` are Megatron's args that change the function and that no
+    field holds, of those that are not neutral.
     """
 
     path: str
@@ -53,6 +61,7 @@ class _Described:
     family: Family | None = None
     form: str = ""
     unread: Mapping[str, Any] = field(default_factory=dict)
+    unsupported: Mapping[str, Any] = field(default_factory=dict)
     unsaid: Collection[str] = ()
 
 
@@ -69,6 +78,7 @@ def compare_configurations(
     if x.config is None or y.config is None:
         side = x if x.config is None else y
         uncompared[PART] = f"{side.path}: {side.reason}"
+        x, y = (replace(s, unread=_stored_settings(o)[1]) for s, o in ((x, a), (y, b)))
     else:
         differing = compare_functions(x.config, y.config)
         said = [n for n in function_fields(x.config) if n not in _SEEN_IN_TENSORS]
@@ -86,6 +96,16 @@ def compare_configurations(
             if name in differing:
                 text = _both(name, values, x, y)
                 differences.append(_difference(name, text + _other_names(name)))
+    for name in {**x.unsupported, **y.unsupported}:
+        has = [s for s in (x, y) if name in s.unsupported]
+        value = has[0].unsupported[name]
+        compared.append(name)
+        if len(has) == 2 and value == has[1].unsupported[name]:
+            continue
+        text = f"{name} is {value!r:.100} in {has[0].path}, and without effect in the other"
+        if len(has) == 2:
+            text = _both(name, (value, has[1].unsupported[name]), x, y)
+        differences.append(_difference(name, f"{text}; megtool does not read it"))
     for name, text in _compare_unread(x, y, uncompared, compared):
         differences.append(_difference(name, text))
     return PartCheck.of(PART, compared, uncompared, differences), differences, tuple(pairs)
@@ -93,7 +113,10 @@ def compare_configurations(
 
 def _describe(source: CheckpointSource, options: VerifyOptions) -> _Described:
     """Read what a checkpoint itself says, without the folder that `--like` names."""
-    out = _Described(path=str(source.path))
+    args = plain_args(saved_args(source.catalogue))
+    unsupported = {s.name: s.value for s in find_unsupported(args)}
+    form, _ = _stored_settings(source)
+    out = _Described(path=str(source.path), form=form, unsupported=unsupported)
     try:
         own = identify_model(source.catalogue, options.family, None)
     except MegtoolError as e:
@@ -102,16 +125,26 @@ def _describe(source: CheckpointSource, options: VerifyOptions) -> _Described:
         return replace(out, reason=f"{source.format!r} holds no model configuration here")
     is_read_alone = options.like is not None or source.known_config is None
     config = own.config if is_read_alone else source.known_config
-    form, unread = "", dict[str, Any]()
-    if own.hf_config is not None:
-        form = f"config.json of {own.hf_config.get('model_type')}"
-        unread = dict(_flatten(own.config.extra))
-    elif "gguf" in source.catalogue.metadata:
-        facts = source.catalogue.metadata["gguf"]
-        form = f"GGUF metadata of {facts.get('general.architecture')}"
-    elif saved_args(source.catalogue):
-        form = "args"
-    return replace(out, config=config, family=own.family, form=form, unread=unread)
+    unread = dict(_flatten(own.config.extra)) if own.hf_config is not None else {}
+    return replace(out, config=config, family=own.family, unread=unread)
+
+
+def _stored_settings(source: CheckpointSource) -> tuple[str, dict[str, Any]]:
+    """Return how the settings of a model are stored, and all of them by name."""
+    metadata = source.catalogue.metadata
+    if (facts := metadata.get("gguf")) is not None:
+        arch = str(facts.get("general.architecture"))
+        keys = {k: v for k, v in facts.items() if k.startswith(f"{arch}.")}
+        return f"GGUF metadata of {arch}", keys
+    stored = metadata.get("config")
+    path = source.catalogue.auxiliary_files.get(f"{HF_FOLDER}config.json")
+    if not isinstance(stored, dict) and path is not None:
+        stored = parse_json(read_file(path))
+    if isinstance(stored, dict):
+        return f"config.json of {stored.get('model_type')}", dict(_flatten(stored))
+    args = plain_args(saved_args(source.catalogue))
+    of_model = {k: args[k] for k in READ if k in args and k not in _PADDED}
+    return ("args", of_model) if args else ("", {})
 
 
 def _complete(side: _Described, other: _Described) -> _Described:
@@ -161,6 +194,7 @@ _WITHOUT_EFFECT = frozenset(
     {
         *QUANT_KEYS,
         TRANSFORMS_KEY,
+        "vocab_size",
         *("architectures", "model_type", "auto_map", "transformers_version", "_name_or_path"),
         *("dtype", "torch_dtype", "use_cache", "initializer_range", "_attn_implementation"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),

@@ -201,6 +201,12 @@ def test_a_setting_that_no_field_holds(hf: Path, tmp_path: Path) -> None:
         ({"rotary_interleaved": True}, "rope_interleaved"),
         ({"no_rope_freq": 2}, "no_rope_layers"),
         ({"qk_l2_norm": True}, "qk_l2_norm"),
+        ({"softmax_scale": 0.1}, "softmax_scale"),
+        ({"rotary_seq_len_interpolation_factor": 4}, "rope_scaling"),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm",
+        ),
         ({"apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True}, "zero_centered_norm"),
     ],
     ids=str,
@@ -333,11 +339,11 @@ def test_a_moment_or_master(megatron: Path, tmp_path: Path, state: str) -> None:
     from tests.commands.test_verify import flip
 
     other = shutil.copytree(megatron, tmp_path / "b")
-    flip(other, f"optimizer.state.{state}.decoder.final_layernorm.weight")
+    flip(other, f"optimizer.state.{state}.decoder.layers.mlp.linear_fc2.weight")
     verdicts, names = differing(megatron, other)
     assert {p for p, v in verdicts.items() if v == "differs"} == {"tensors"}
     (name,) = names
-    assert name.endswith(":norm.weight")
+    assert name.endswith(".mlp.down.weight")
     page = verify_page(verify(megatron, other, threads=1))
     titles = [getattr(b, "title", "") for s in page.sections for b in s.blocks]
     assert "Settings side by side" in titles
