@@ -618,6 +618,8 @@ def verify(
     *,
     atol: float = ...,
     rtol: float = ...,
+    parts: str | None = ...,
+    logits: int | None = ...,
     sqnr: float | None = ...,
     iteration: str | None = ...,
     family: str | None = ...,

@@ -213,7 +213,7 @@ def test_an_interrupted_run_ends_after_its_step(model: Path, number: signal.Sign
 
     before = signal.getsignal(number)
     outcome = run(replace(job(model, prefetch_steps=0), dataset=Signals()))
-    assert (outcome.stop_reason, outcome.state.iteration) == ("interrupt", 2)
+    assert (outcome.stop_reason, outcome.iteration) == ("interrupt", 2)
     assert signal.getsignal(number) is before
 
 

@@ -31,7 +31,7 @@ _PART_TONES: dict[str, Tone] = {"equal": "good", "close": "good", "differs": "er
 _STATE_NAMES = {
     "": "weights",
     "param": "master weights",
-    "master": "master weights",
+    "main": "master weights",
     "exp_avg": "first moments",
     "exp_avg_sq": "second moments",
 }
