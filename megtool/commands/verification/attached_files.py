@@ -11,14 +11,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megtool.commands.reports.verify import Difference, PartCheck
 from megtool.formats.safetensors.quantization_config import QUANT_FILE
 from megtool.source.checkpoint import CheckpointSource, collect_saved_tokenizer
 from megtool.storage.files import Files, opened, read_file
 
-PART = "files"
+PART: Final = "files"
 
 _CONFIG = "config.json"
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"

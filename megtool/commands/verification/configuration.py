@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.reports.verify import Difference, PartCheck, SettingPair
@@ -28,7 +28,7 @@ from megtool.spec.meaning import compare_functions, function_fields
 from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 from megtool.storage.files import read_file
 
-PART = "configuration"
+PART: Final = "configuration"
 
 _SEEN_IN_TENSORS = frozenset(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.reports.verify import Difference, LogitsCheck, PartCheck
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megtool.inference.forward import Forward
 
-PART = "logits"
+PART: Final = "logits"
 
 _ROW_TOKENS = 512
 _MOST_LOGITS = 1 << 23

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from megtool.source.checkpoint import CheckpointSource
 from megtool.storage.files import is_regular_file, opened, read_file
 from megtool.tensors.catalogue import Catalogue
 
-PART = "training state"
+PART: Final = "training state"
 
 _SCHEDULERS = ("opt_param_scheduler", "lr_scheduler")
 _SAMPLES = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
@@ -102,7 +102,7 @@ def read_training_state(source: CheckpointSource) -> TrainingState:
     out = TrainingState(str(source.path))
     common = catalogue.metadata.get("common")
     common = common if isinstance(common, dict) else {}
-    iteration = read_iteration(catalogue)
+    iteration: float | None = read_iteration(catalogue)
     if iteration is None and (stored := catalogue.objects.get("iteration")) is not None:
         iteration = scalar_value(read_object(catalogue, stored)) or None
     if iteration is not None:
