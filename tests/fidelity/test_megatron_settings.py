@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from megtool import reshard
 from megtool.errors import MappingError
 from megtool.inference.forward import Forward
 from megtool.inference.load import load
@@ -195,6 +196,15 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 """Settings that move the peer's logits and are refused, by the base and the name refused."""
 
 
+FAMILIES = {
+    "dense": "llama",
+    "moe": "mixtral",
+    "mla": "deepseek_v3",
+    "mla_yarn": "deepseek_v3",
+}
+"""The family that a base is written as."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """What the peer saved and computed."""
@@ -234,14 +244,18 @@ def make_world(folder: Path, cases: list[tuple[str, dict[str, Any]]]) -> World:
     return World(folder, torch.load(folder / "logits.pt"))
 
 
+def tokens() -> torch.Tensor:
+    """The tokens that the peer's logits are of."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, 64, (2, 48), generator=generator)
+
+
 def logits(folder: Path) -> torch.Tensor:
     """Our own decoder's logits of the peer's tokens."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, 64, (2, 48), generator=generator)
     forward = Forward(load(open_decoder(folder)))
-    states = forward.hidden(Batch(tokens_BS=tokens))
+    states = forward.hidden(Batch(tokens_BS=tokens()))
     assert states is not None
-    return forward.logits(states).view(*tokens.shape, -1).float()
+    return forward.logits(states).view(*tokens().shape, -1).float()
 
 
 def pairs(table: dict[str, list[dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
@@ -257,7 +271,8 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> World:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
     refused = [(base, args) for base, _, args in REFUSED]
     bases = [(base, {}) for base in MORE]
-    return make_world(tmp_path_factory.mktemp("whole"), [*pairs(MORE), *refused, *bases])
+    cases = [*pairs(MORE), *pairs(FAST), *refused, *bases]
+    return make_world(tmp_path_factory.mktemp("whole"), cases)
 
 
 @pytest.mark.parametrize(("base", "args"), pairs(FAST), ids=lambda x: str(x))
@@ -281,3 +296,30 @@ def test_what_cannot_be_described_is_refused(
     with pytest.raises(MappingError, match=name) as e:
         open_decoder(whole.folder / name_of(base, args))
     assert e.value.id == "unsupported-setting"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "args"),
+    [pair for pair in (*pairs(FAST), *pairs(MORE)) if pair[0] in FAMILIES],
+    ids=lambda x: str(x),
+)
+def test_what_is_written_computes_the_same_or_is_refused(
+    whole: World, base: str, args: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    name, folder = name_of(base, args), tmp_path / "hf"
+    try:
+        reshard(whole.folder / name, folder, to="hf", family=FAMILIES[base], fsync=False)
+    except MappingError as e:
+        assert args, f"a plain model is refused: {e}"
+        return
+    theirs = whole.logits[name]
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        written = model(tokens()).logits.float()
+    difference = (written - theirs).abs().max() / theirs.abs().max()
+    assert difference < LARGEST_DIFFERENCE, f"{name}: {difference:.2g}"
