@@ -90,6 +90,7 @@ class LintContext:
     config_json: QuantConfig | None
     hf_quant_config: QuantConfig | None
     linears: list[LinearModule] = field(default_factory=list)
+    towers: dict[str, list[LinearModule]] = field(default_factory=dict)
     stacked: list[StoredTensor] = field(default_factory=list)
     embeddings: list[str] = field(default_factory=list)
     mismatch: ModelMismatch | None = None
@@ -149,7 +150,11 @@ def read_context(folder: FolderView) -> LintContext:
         hf_quant_config=hf_quant_config,
     )
     for name, tensors in folder.modules.items():
-        if any(part in names.unquantized_towers for part in name.split(".")):
+        if tower := next((p for p in name.split(".") if p in names.unquantized_towers), None):
+            codes = tensors.get("weight")
+            is_linear = codes is not None and len(codes.shape) == 2 and codes.dtype in _FLOATS
+            if is_linear and codes is not None and "embed" not in name.rpartition(".")[2]:
+                context.towers.setdefault(tower, []).append(_linear(folder, name, codes, tensors))
             continue
         if ".experts" in f".{name}.":
             context.stacked += [

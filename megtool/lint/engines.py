@@ -139,6 +139,7 @@ class ModuleNames:
     never_quantized: tuple[str, ...]
     never_quantized_within: tuple[str, ...]
     unquantized_towers: tuple[str, ...]
+    quantized_towers: tuple[str, ...]
 
     def is_never_quantized(self, module: str) -> bool:
         """Whether every engine builds a module without a quantization method."""

@@ -109,6 +109,38 @@ def _check_exclude(context: LintContext, engine: EngineTarget) -> Iterator[Findi
         elif not is_excluded and plain and not quantized and _needs_codes(context, engine, plain):
             text = f"holds no codes, and nothing in the list excludes {unit} from quantization"
             yield Finding(module=plain[0].name, message=text, hint=hint, source=source)
+    if context.form == "compressed-tensors" and engine.engine in ("vllm", "sglang"):
+        yield from _check_towers(context, engine, exclusions)
+
+
+def _check_towers(
+    context: LintContext, engine: EngineTarget, exclusions: _Exclusions
+) -> Iterator[Finding]:
+    """Plain layers of other parts than the text model, which the engine builds quantized."""
+    for tower in load_engines().modules.quantized_towers:
+        plain = [
+            m
+            for m in context.towers.get(tower, ())
+            if not _is_excluded(exclusions, m) and expected_algo(context, engine, m)
+        ]
+        if not plain:
+            continue
+        others = f" and {len(plain) - 1} other layers of {tower!r}" if plain[1:] else ""
+        yield Finding(
+            module=plain[0].name,
+            message="holds no codes, and nothing in the list excludes it"
+            + f"{others} from quantization",
+            hint=f"this engine matches {exclusions.row.description}; "
+            f"'re:.*{tower}.*' names all of them",
+            source=exclusions.row.source,
+        )
+
+
+def _is_excluded(exclusions: _Exclusions, module: LinearModule) -> bool:
+    try:
+        return exclusions.excludes(module.name)
+    except PartlyExcludedError:
+        return True
 
 
 def _needs_codes(context: LintContext, engine: EngineTarget, plain: Sequence[LinearModule]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megtool import lint
 from megtool.errors import FormatError, UsageError
@@ -37,6 +38,7 @@ from tests.support.checkpoints.folder_edits import (
 )
 from tests.support.checkpoints.quantized_folder import make_quantized, randomize
 from tests.support.errors import raises
+from tests.support.folders import torch_tensors
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.write_runs import write_quantized
 
@@ -555,3 +557,33 @@ def test_what_an_engine_loads_in_another_form_is_a_hint(
     print({e: [(f.message, f.hint) for f in fs] for e, fs in told.items()})
     hints = [f.hint for fs in told.values() for f in fs]
     assert any(f"loads {algo} from what megtool export --to compressed" in h for h in hints)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "engines"),
+    [("re:vision.*", {"vllm", "sglang"}), ("re:.*visual.*", set())],
+    ids=["missed", "matched"],
+)
+def test_a_tower_that_engines_build_quantized(
+    made: Path, tmp_path: Path, ignored: str, engines: set[str]
+) -> None:
+    """A vision tower in 16 bits, which `ignore` of compressed-tensors names or not."""
+    folder = tmp_path / "vl"
+    shutil.copytree(made / "ct fp8", folder)
+    inline(lambda s: s.update(ignore=["lm_head", ignored]))(folder)
+    tower = {
+        f"visual.blocks.{n}.attn.proj.weight": torch.zeros(16, 16, dtype=torch.bfloat16)
+        for n in range(2)
+    }
+    save_file(tower | {"visual.pos_embed.weight": torch.zeros(4, 16)}, folder / "tower.safetensors")
+    index = {"weight_map": dict.fromkeys((*tower, "visual.pos_embed.weight"), "tower.safetensors")}
+    index["weight_map"] |= dict.fromkeys(torch_tensors(made / "ct fp8"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = [
+        (e, f)
+        for e in ("vllm", "sglang", "trtllm")
+        for f in lint(folder, target=[e]).findings
+        if f.id == "exclude" and f.module.startswith("visual.")
+    ]
+    assert {e for e, _ in found} == engines
+    assert all("1 other layers of 'visual'" in f.message for _, f in found)
