@@ -58,6 +58,6 @@ def test_models_are_compared_where_they_differ(tmp_path: Path) -> None:
     assert far.kl_max == far.worst[0].kl > far.kl_mean > far.kl_percentiles[0] / 2 > 0
     assert far.agreement < 0.5
     one = far.worst[0]
-    assert texts[one.document].tokens[one.place] == one.expected
+    assert texts[one.document].tokens[one.place] == one.expected_id
     with pytest.raises(UsageError, match="no token to predict"):
         compare(forwards[0], forwards[1], [], window=8, stride=8)

@@ -63,7 +63,7 @@ def test_other_inputs_have_a_smaller_error(algo: str) -> None:
         qparams = WeightQParams(
             module="w",
             format=format,
-            amax=result.amax["w"],
+            amax=result.amaxes["w"],
             global_amax=result.global_amax,
             codes=result.codes["w"],
         )
