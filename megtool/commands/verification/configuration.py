@@ -14,6 +14,7 @@ from typing import Any, Final
 from megtool.commands.options.checkpoints import VerifyOptions
 from megtool.commands.reports.verify import Difference, PartCheck, SettingPair
 from megtool.commands.verification.attached_files import parse_json
+from megtool.convert.config.without_effect import REASONS
 from megtool.convert.families.family import Family
 from megtool.convert.families.nested import TEXT_CONFIG
 from megtool.convert.language.canonical import VOCABULARY
@@ -165,8 +166,9 @@ def _compare_unread(
     """Yield settings that no field holds and that differ as they are stored."""
     if a.form != b.form:
         return
+    ignored = {*_WITHOUT_EFFECT, *(k for s in (a, b) if s.family for k in s.family.ignores)}
     for name in (*a.unread, *(n for n in b.unread if n not in a.unread)):
-        if not _WITHOUT_EFFECT.isdisjoint(name.split(".")):
+        if not ignored.isdisjoint(name.split(".")):
             continue
         x, y = a.unread.get(name), b.unread.get(name)
         if x == y:
@@ -176,6 +178,10 @@ def _compare_unread(
             yield name, f"{_both(name, (x, y), a, b)}; megtool does not read it"
         elif x or y:
             has = a.path if name in a.unread else b.path
+            if any(name in s.reason for s in (a, b)):  # the reason why one side is refused
+                compared.append(name)
+                yield name, f"{_both(name, (x, y), a, b)}; megtool does not read it"
+                continue
             uncompared[name] = f"{has} alone states it, and megtool does not read it"
 
 
@@ -191,23 +197,9 @@ def _flatten(stored: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 _WITHOUT_EFFECT = frozenset(
-    {
-        *QUANT_KEYS,
-        TRANSFORMS_KEY,
-        "vocab_size",
-        *("architectures", "model_type", "auto_map", "transformers_version", "_name_or_path"),
-        *("dtype", "torch_dtype", "use_cache", "initializer_range", "_attn_implementation"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
-        *("output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"),
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "classifier_dropout"),
-        *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
-        *("tokenizer_class", "gradient_checkpointing", "use_flash_attn", "pretraining_tp"),
-        *("router_aux_loss_coef", "output_router_logits", "aux_loss_alpha", "seq_aux"),
-        *("max_position_embeddings", "_commit_hash", "unsloth_version", "unsloth_fixed"),
-    }
+    {*QUANT_KEYS, TRANSFORMS_KEY, *REASONS, "vocab_size", "max_position_embeddings"}
 )
-"""Keys of a config.json that say who wrote it and how it is stored, trained or run."""
+"""Keys of a config.json that say nothing about the function, or that tensors show."""
 
 
 def _both(name: str, values: tuple[Any, Any], a: _Described, b: _Described) -> str:
