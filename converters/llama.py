@@ -39,7 +39,10 @@ FAMILY = Family(
         Activation(),
         Rope(10000.0),
         Window(
-            default={"mistral": 4096}, types=("mistral",), architectures=("MistralForCausalLM",)
+            default={"mistral": 4096},
+            types=("mistral",),
+            architectures=("MistralForCausalLM",),
+            by_layer=False,
         ),
     ),
     hf=(

@@ -47,7 +47,7 @@ FAMILY = Family(
             },
         ),
         RopeTemperature(),
-        Window(),
+        Window(by_layer=False),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
     limits=(

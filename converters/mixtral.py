@@ -41,7 +41,7 @@ FAMILY = Family(
         Key("num_experts_per_tok", "num_experts_per_token", 2),
         Activation(),
         Rope(1000000.0),
-        Window(),
+        Window(by_layer=False),
     ),
     # Experts one by one, or fused as transformers 5 holds them in memory.
     hf=(

@@ -34,8 +34,8 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Only("attention_bias", False),
         Activation(),
-        Rope(10000.0, percent_key="partial_rotary_factor"),
-        Window(),
+        Rope(10000.0, percent_key="partial_rotary_factor", kinds=("longrope", "su")),
+        Window(by_layer=False),
     ),
     hf=(
         *HF_MODEL,

@@ -49,7 +49,7 @@ FAMILY = Family(
         Noted("router_jitter_noise", "router_jitter", 0.01),
         Activation(),
         Rope(1000000.0, has_mscales=True),
-        Window(),
+        Window(by_layer=False),
     ),
     hf=(
         *HF_MODEL,

@@ -51,7 +51,7 @@ FAMILY = Family(
         Inverted("norm_topk_prob", "router_pre_softmax", False),
         Activation(),
         Rope(10000.0),
-        Window(default=4096, switch="use_sliding_window", first_key="max_window_layers"),
+        Window(default=4096, switch="use_sliding_window", by_layer=False),
     ),
     hf=(
         *HF_MODEL,

@@ -34,7 +34,7 @@ FAMILY = Family(
         Key("use_bias", "mlp_bias", True),
         Activation("hidden_act", "gelu_pytorch_tanh"),
         Rope(10000.0),
-        Window(),
+        Window(by_layer=False),
     ),
     hf=(
         *HF_MODEL,

@@ -115,8 +115,8 @@ def _without_dropped(
 ) -> dict[str, Any]:
     """Args without the settings that the user has left out, which `stated` are already."""
     fields = {CONFIG_FIELDS[name].megatron for name in dropped if name in CONFIG_FIELDS}
-    kept = {k: v for k, v in known.items() if k not in dropped or k in fields}
-    return {k: stated.get(k) if k in fields else v for k, v in kept.items()}
+    remaining = {k: v for k, v in known.items() if k not in dropped or k in fields}
+    return {k: stated.get(k) if k in fields else v for k, v in remaining.items()}
 
 
 def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[str, Any]:

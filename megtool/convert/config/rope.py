@@ -50,6 +50,7 @@ class Rope(Setting):
     has_mscales: bool = False
     ignores_part: bool = True
     scales_windows: bool = False
+    kinds: tuple[str, ...] = ()
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Base, part and scaling of either form; a scaling of type `default` is none."""
@@ -148,6 +149,13 @@ class Rope(Setting):
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The older form, the newer one, or both."""
         positions = config.positions
+        kind = (positions.rope_scaling or {}).get("rope_type")
+        if self.kinds and kind is not None and kind not in self.kinds:
+            raise MappingError(
+                f"rope_scaling is of the kind {kind!r}, but the family's class knows "
+                f"{', '.join(map(repr, self.kinds))}",
+                error_id="unsupported-model",
+            )
         if self.old:
             into[self.key] = positions.rope_base
             # Phi-MoE's class lets the length in the table win.

@@ -24,9 +24,10 @@ class Window(Setting):
     all with `full_first`, and with `both_sides`, where the key counts the tokens of both. With
     `in_still_layers` those without rotary embedding have one where the switch is true, which counts
     without layer_types alone. Only configurations of the model types `types` have the keys, if
-    there are any: what has a window is written as one of them, with `architectures`.
-    The keys are kept verbatim in `extra`, since releases of transformers disagree on which are
-    written.
+    there are any: what has a window is written as one of them, with `architectures`. Where layers
+    are not `by_layer`, the class takes no notice of layer_types, and all have one or none.
+    Keys that say the same are kept verbatim in `extra`, since releases of transformers disagree on
+    which are written.
     """
 
     names_keys: ClassVar[tuple[str, ...]] = ("key", "switch")
@@ -44,6 +45,7 @@ class Window(Setting):
     number: int = 28
     needs_switch: bool = False
     in_still_layers: bool = False
+    by_layer: bool = True
     types: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
 
@@ -65,7 +67,7 @@ class Window(Setting):
         if size and self.both_sides:
             size = size // 2 + 1
         layers = num_layers(into)
-        kinds, every = stored.get("layer_types"), self.every
+        kinds, every = stored.get("layer_types") if self.by_layer else None, self.every
         if self.every_key:
             every = stored.get(self.every_key) or every
         if kinds is None and not isinstance(every, int):
@@ -108,24 +110,43 @@ class Window(Setting):
         return tuple(int(i < number and i % 2 == 0) for i in range(layers))
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
-        """The keys, unless they were kept."""
-        window = config.window
-        if self.key in config.extra:
+        """The keys, unless those that were kept say the same."""
+        size = config.window.window_size
+        flags = tuple(config.window.has_window(i) for i in range(config.num_layers))
+        if self.key in config.extra and self._says(config.extra, config, flags):
             return
-        if not window.window_size:
-            if for_type(self.default, config.extra):
+        counts = self.every or self.switch or self.first_key or self.until_key
+        if self.by_layer and (counts or not all(flags)):
+            into["layer_types"] = [_WINDOWED if f else _FULL for f in flags]
+        if not any(flags):
+            if self.switch:
+                into[self.switch] = False
+            elif not self.every and (
+                self.key in config.extra or for_type(self.default, config.extra)
+            ):
                 into[self.key] = None
             return
-        into[self.key] = 2 * (window.window_size - 1) if self.both_sides else window.window_size
+        into[self.key] = 2 * (size - 1) if self.both_sides else size
         if self.types and not self._is_of_types(config.extra):
             into["model_type"] = self.types[0]
             into["architectures"] = list(self.architectures)
         if self.switch:
             into[self.switch] = True
-        freq = window.window_skip_freq
-        if freq is not None:
-            flags = skip_flags(freq, config.num_layers)
-            into["layer_types"] = [_WINDOWED if f else _FULL for f in flags]
+
+    def _says(
+        self, stored: Mapping[str, Any], config: ModelConfig, flags: tuple[bool, ...]
+    ) -> bool:
+        """Whether stored keys mean these windows."""
+        fields = config.to_fields()
+        try:
+            self.read(stored, fields)
+        except MappingError:
+            return False
+        of_layers = skip_flags(fields["window_skip_freq"], config.num_layers)
+        read = tuple(bool(fields["window_size"] and flag) for flag in of_layers)
+        return read == flags and (
+            not any(flags) or fields["window_size"] == config.window.window_size
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def find_unsaid(
     implied = {*TENSOR_FLAGS, *_BY_TENSORS}
     implied |= {s.field for s in family.settings if isinstance(s, Assumed | Derived)}
     usual = usual_values(family)
-    said = describe(config)
+    contents = describe(config)
     out: list[LostSetting] = []
     for name in function_fields(config):
         value = usual.get(name, CONFIG_FIELDS[name].default)
@@ -207,7 +207,7 @@ def find_unsaid(
             continue
         try:
             without = config.with_fields(**{name: value})
-            if name in compare_functions(config, without) and describe(without) == said:
+            if name in compare_functions(config, without) and describe(without) == contents:
                 out.append(LostSetting(field=name, value=config.get(name), computed=value))
         except MappingError:  # the file cannot be that of such a model
             continue
