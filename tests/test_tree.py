@@ -143,10 +143,12 @@ _PLAN = "the parts of one plan, each computed apart; callers give few of them, b
 _RUN = "one call for a whole run: its inputs and settings, by keyword; only its verb calls it"
 _API = "a function of the Python API: its options, by keyword"
 _ROW = "a row of a table of fields: its columns, by keyword"
+_READ = "what is read of a checkpoint, and for what: each reader gives few of them, by keyword"
 _KERNEL = "an operation: tensors and the numbers that go with them, as the kernel behind it takes"
 
 ALLOWED_LONG_LISTS = {
     "megtool/access/checkpoint.py: as_": _API,
+    "megtool/access/checkpoint.py: open_checkpoint": _API,
     "megtool/access/checkpoint.py: stream": _API,
     "megtool/access/state_dict.py: load_state_dict": _API,
     "megtool/formats/zarr/layout.py: plan_zarr_layout": _PLAN,
@@ -157,6 +159,7 @@ ALLOWED_LONG_LISTS = {
     "megtool/kernels/vocabulary/lm_head.py: _fold": _KERNEL,
     "megtool/kernels/vocabulary/token_statistics.py: token_log_probs": _KERNEL,
     "megtool/number_formats/encode.py: encode": _KERNEL,
+    "megtool/source/open.py: open_source": _READ,
     "megtool/spec/facts.py: fact": _ROW,
     "megtool/staging/open_stage.py: open_stage": _RUN,
     "megtool/train/features/logits_divergence.py: forward": _KERNEL,
