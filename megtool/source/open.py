@@ -120,16 +120,14 @@ def open_source(
         lenient: Tensors that do not fit the model keep their stored names, and `reason` says why.
         optimizer: False leaves all optimizer state out; it is left out with adapters, too.
         verify_master_weights: Compare every master weight with its weight, not some elements.
-        for_format: The format that will be written: a state dict of several parts keeps its names
-            where that is its own format.
+        for_format: The format to be written; a state dict of several parts keeps names in its own.
         as_class: Read a Megatron model in the form that its family's class has (`class_form`).
         may_lack: Settings that change the model and are not supported are no error.
         compare_copies: Compare all of what is stored twice, not some elements.
 
     Raises:
         FormatError: no checkpoint, or a damaged one.
-        MappingError: its tensors do not fit its model, or a setting of it is not supported, and
-            `for_format` does not keep it.
+        MappingError: its tensors do not fit its model, or an unsupported setting would be lost.
     """
     headers = path if isinstance(path, Headers) else Headers.read(path, options)
     catalogue = headers.catalogue
@@ -143,18 +141,7 @@ def open_source(
     if not optimizer:
         optimizer_bytes = sum(t.num_bytes for t in catalogue.tensors if _is_state(t.name))
         catalogue = catalogue.select(lambda name: not _is_state(name))
-    model, reason = fallback, None
-    try:
-        model = (
-            identify_model(catalogue, options.family, options.like, options.drop_setting)
-            or fallback
-        )
-    except MappingError as e:
-        if options.family or options.like or options.drop_setting:
-            raise
-        reason = e
-    if model is not None and model.dropped:
-        _LOG.warning("the model is taken to be without %s", ", ".join(model.dropped))
+    model, reason = _identify(catalogue, options, fallback)
     if model is not None and not (lenient or may_lack):
         refuse_lost(model, catalogue, for_format)
     rotation = _find_rotation(catalogue, sidecar, None if model is fallback else model, options)
@@ -183,8 +170,7 @@ def open_source(
         as_class=as_class,
     )
     false_copies = find_false_copies(catalogue, side, is_whole=compare_copies)
-    kept = {c.flag: c.value for c in false_copies if c.flag}
-    stated = model
+    kept, stated = {c.flag: c.value for c in false_copies if c.flag}, model
     if kept and model is not None:
         for copy in (c for c in false_copies if c.flag):
             _LOG.warning("%s", _say_kept(copy))
@@ -201,8 +187,7 @@ def open_source(
     has_form = model is not None and config is not None and are_other_forms(model.config, config)
     if for_format and reason and not (lenient or isinstance(reason, UnknownFamilyError)):
         _LOG.warning("%s; all tensors keep their names", reason.message)
-    is_proved = "registration_order" in catalogue.metadata
-    if verify_master_weights and not is_proved:
+    if verify_master_weights and "registration_order" not in catalogue.metadata:  # else proved
         check_masters(catalogue, side, verify_master_weights=True)
     for warning in catalogue.warnings:
         _LOG.warning("%s", warning)
@@ -228,6 +213,23 @@ def open_source(
     if stated is not None and "tied_embeddings" in kept:
         source = _with_changed_files(source, stated.config)
     return add_adapters(source, adapters) if adapters else source
+
+
+def _identify(
+    catalogue: Catalogue, options: SourceOptions, fallback: ModelIdentity | None
+) -> tuple[ModelIdentity | None, MappingError | None]:
+    """Return the model, and why it is not known where options do not have to say it."""
+    model, reason = fallback, None
+    known = options.family, options.like, options.drop_setting
+    try:
+        model = identify_model(catalogue, *known) or fallback
+    except MappingError as e:
+        if any(known):
+            raise
+        reason = e
+    if model is not None and model.dropped:
+        _LOG.warning("the model is taken to be without %s", ", ".join(model.dropped))
+    return model, reason
 
 
 def _say_kept(copy: FalseCopy) -> str:
