@@ -170,14 +170,14 @@ def open_source(
         as_class=as_class,
     )
     false_copies = find_false_copies(catalogue, side, is_whole=compare_copies)
-    kept, stated = {c.flag: c.value for c in false_copies if c.flag}, model
-    if kept and model is not None:
+    corrected, stated = {c.flag: c.value for c in false_copies if c.flag}, model
+    if corrected and model is not None:
         for copy in (c for c in false_copies if c.flag):
             _LOG.warning("%s", _say_kept(copy))
         false_copies = tuple(c for c in false_copies if not c.flag)
         model, reason, side = bind_names(
             catalogue,
-            replace(model, config=model.config.with_fields(**kept)),
+            replace(model, config=model.config.with_fields(**corrected)),
             reason,
             is_partial=tensors.select is not None,
             lenient=lenient,
@@ -210,7 +210,7 @@ def open_source(
         pruning=sidecar.pruning if sidecar else None,
         rotation=rotation,
     )
-    if stated is not None and "tied_embeddings" in kept:
+    if stated is not None and "tied_embeddings" in corrected:
         source = _with_changed_files(source, stated.config)
     return add_adapters(source, adapters) if adapters else source
 
