@@ -77,7 +77,7 @@ def _copy_entry(
     sources: Sequence[PlanSource],
     target: Catalogue,
     refined: _Refined,
-    part: Placement | None,
+    part: Placement | None = None,
 ) -> PlanEntry:
     """One tensor's entry: named `name`, read from `source_name` of the sources, or a part of it."""
     index = next((i for i, s in enumerate(sources) if source_name in s.placements), None)
