@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megtool.convert.canonical_view import FalseCopy
 from megtool.convert.dialects import CanonicalView, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families.class_form import are_other_forms, find_class_form
 from megtool.convert.megatron.names import is_encoder_decoder, is_megatron, is_retro, split_state
@@ -35,7 +36,6 @@ from megtool.source.edited_identity import changed_args, edit_identity, edit_met
 from megtool.source.identify import identify_model, refuse_lost
 from megtool.source.merge import add_adapters
 from megtool.source.repeated_tensors import (
-    FalseCopy,
     find_false_copies,
     has_own_head,
     refuse_false_copies,

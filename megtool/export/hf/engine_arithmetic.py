@@ -300,7 +300,7 @@ class _RoundingReader:
                     hint=DEQUANTIZE_HINT,
                 )
             value = np.float32(self._scales.read_one(tensor))
-            scale = float(reciprocal(value) if divides else value)
+            scale = float(reciprocal(np.asarray(value)) if divides else value)
         return InputRounding(kind=kind, scale=scale, columns=self._scales.columns(packed))
 
 

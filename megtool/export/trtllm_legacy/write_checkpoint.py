@@ -165,15 +165,16 @@ def _check_settings(opened: CheckpointSource, model: LegacyModel) -> None:
     Raises:
         MappingError: it does not hold a setting.
     """
-    if opened.model is None or opened.model.family is None:
+    if opened.model is None or opened.model.family is None or model.family is None:
         return
+    name = model.family
 
     def describe(config: ModelConfig) -> bytes:
-        check_family(model.family, config)
+        check_family(name, config)
         words = config.embedding.vocab_size
         cut = RankLayout(config=config, tp=1, pp=1, ep=1, vocab_size=words, vocab_rows=words)
         return build_config_json(
-            model.family,
+            name,
             cut,
             dtype="float32",
             architecture=model.architecture,

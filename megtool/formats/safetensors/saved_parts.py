@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.errors import FormatError
 from megtool.formats.header_reader import DAMAGED, parse_json
@@ -34,7 +35,7 @@ class SavedParts:
 
     tensors: list[GlobalTensor]
     shards: Shards
-    file: Ints
+    file: NDArray[np.int32]
     offset: Ints
     length: Ints
 
