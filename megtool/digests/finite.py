@@ -60,9 +60,9 @@ def count_nonfinite(
         view = reader.open_canonical(job[1])
         with closing(view.tiles(TILE_BYTES)) as tiles:
             for _, tile in tiles:
-                found = _count(tile, view.dtype)
-                out.nan += found.nan
-                out.inf += found.inf
+                count = _count(tile, view.dtype)
+                out.nan += count.nan
+                out.inf += count.inf
                 if progress is not None:
                     progress(tile.nbytes)
         return [out.nan, out.inf]

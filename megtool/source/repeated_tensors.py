@@ -103,9 +103,9 @@ def _are_same_bytes(catalogue: Catalogue, name: str, original: Placement) -> boo
     """Whether a stored tensor is another name of the bytes of the original."""
     if not original.is_identity or catalogue[name].dtype != catalogue[original.stored].dtype:
         return False
-    one, two = (catalogue.shards.of(catalogue.index[n]) for n in (name, original.stored))
+    a, b = (catalogue.shards.of(catalogue.index[n]) for n in (name, original.stored))
     e = catalogue.extents
-    return np.array_equal(e.file[one], e.file[two]) and np.array_equal(e.offset[one], e.offset[two])
+    return np.array_equal(e.file[a], e.file[b]) and np.array_equal(e.offset[a], e.offset[b])
 
 
 def _find_difference(

@@ -49,18 +49,9 @@ _EXACT = OptionCondition(
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(SourceOptions, ThreadCount, ScanShare, HtmlPage):
-    """Check one checkpoint against its digests, or two against each other.
+class Tolerance(Options):
+    """How far two numbers may differ and still count as equal."""
 
-    Two are compared in parts, each with a verdict: tensors, configuration, training state, files.
-    If one is quantized, weights are compared by signal-to-noise ratio, and the folder's config
-    files with its tensors. Of one without digests all data is read. Exit status 7 when they differ.
-
-    Example: megtool verify ./SmolLM2-135M-Instruct ./out
-    """
-
-    a: Path = argument("A checkpoint of any format.", "A")
-    b: Path | None = argument("Another, in any format and layout.", "B", None)
     atol: float = option(
         "Tolerance",
         "Absolute difference that counts as equal.",
@@ -77,6 +68,21 @@ class VerifyOptions(SourceOptions, ThreadCount, ScanShare, HtmlPage):
         minimum=0,
         needs=(_TWO,),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(SourceOptions, Tolerance, ThreadCount, ScanShare, HtmlPage):
+    """Check one checkpoint against its digests, or two against each other.
+
+    Two are compared in parts, each with a verdict: tensors, configuration, training state, files.
+    If one is quantized, weights are compared by signal-to-noise ratio, and the folder's config
+    files with its tensors. Of one without digests all data is read. Exit status 7 when they differ.
+
+    Example: megtool verify ./SmolLM2-135M-Instruct ./out
+    """
+
+    a: Path = argument("A checkpoint of any format.", "A")
+    b: Path | None = argument("Another, in any format and layout.", "B", None)
     parts: str | None = option(
         "Comparison",
         "Parts to compare, comma-separated: tensors, configuration, state, files; default: all.",

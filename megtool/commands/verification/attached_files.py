@@ -53,8 +53,8 @@ def compare_files(a: CheckpointSource, b: CheckpointSource) -> tuple[PartCheck, 
     files_a, files_b = read_attached_files(a), read_attached_files(b)
     for path, files in ((a.path, files_a), (b.path, files_b)):
         if not files and (files_a or files_b):
-            held = files_a or files_b
-            uncompared |= dict.fromkeys(held, f"{path} holds no files beside its tensors")
+            names = files_a or files_b
+            uncompared |= dict.fromkeys(names, f"{path} holds no files beside its tensors")
     both_hold = files_a and files_b
     for name in (*files_a, *(n for n in files_b if n not in files_a)) if both_hold else ():
         is_read = _READ.fullmatch(name) is not None

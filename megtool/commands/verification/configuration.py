@@ -82,9 +82,9 @@ def compare_configurations(
         x, y = (replace(s, unread=_stored_settings(o)[1]) for s, o in ((x, a), (y, b)))
     else:
         differing = compare_functions(x.config, y.config)
-        said = [n for n in function_fields(x.config) if n not in _SEEN_IN_TENSORS]
-        more = [n for n in function_fields(y.config) if n not in {*said, *_SEEN_IN_TENSORS}]
-        for name in (*said, *more):
+        fields = [n for n in function_fields(x.config) if n not in _SEEN_IN_TENSORS]
+        more = [n for n in function_fields(y.config) if n not in {*fields, *_SEEN_IN_TENSORS}]
+        for name in (*fields, *more):
             values = x.config.get(name), y.config.get(name)
             place = next((s for s in (x, y) if name in s.unsaid), None)
             if place is not None and name in differing:

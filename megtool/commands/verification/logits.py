@@ -55,14 +55,14 @@ def compare_logits(
     progress("verify logits", 0, count)
     for tokens in _token_rows(count, min(_ROW_TOKENS, most), sizes[0]):
         for start, x_TV, y_TV in _logits_of(first, second, tokens):
-            apart = (x_TV - y_TV).abs()
-            if not bool(apart.isfinite().all()):
+            distance = (x_TV - y_TV).abs()
+            if not bool(distance.isfinite().all()):
                 path = options.b if bool(x_TV.isfinite().all()) else options.a
                 raise CheckpointError("its logits hold NaN or Inf", file=path)
             largest = max(largest, float(y_TV.abs().max()))
-            if float(apart.max()) > worst:
-                worst = float(apart.max())
-                place = start + int(apart.amax(1).argmax())
+            if float(distance.max()) > worst:
+                worst = float(distance.max())
+                place = start + int(distance.amax(1).argmax())
             num_equal += int((x_TV.argmax(1) == y_TV.argmax(1)).sum())
         progress("verify logits", len(tokens), count)
     is_quantized = any(s.catalogue.packed for s in sources)

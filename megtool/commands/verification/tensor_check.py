@@ -208,18 +208,18 @@ class TensorCheck:
             scan=scan.part("data") if scan else None,
         )
         canonical = {p.stored: n for n, p in source.view.placements.items()}
-        told = {d.tensor for d in self.findings.differences}  # scales that make Inf of codes
-        for name, found in counts.items():
-            is_told = source.catalogue[name].packing and name.rpartition(".")[0] in told
-            if found and not is_told:
+        reported = {d.tensor for d in self.findings.differences}  # scales that make Inf of codes
+        for name, count in counts.items():
+            is_told = source.catalogue[name].packing and name.rpartition(".")[0] in reported
+            if count and not is_told:
                 self.findings.differences.append(
                     Difference(
                         tensor=canonical.get(name, name),
                         stored=name,
                         kind="values",
-                        text=f"{found.nan:,} elements are NaN and {found.inf:,} are Inf",
+                        text=f"{count.nan:,} elements are NaN and {count.inf:,} are Inf",
                         num_elements=numel(source.catalogue[name].shape),
-                        num_differing=found.nan + found.inf,
+                        num_differing=count.nan + count.inf,
                     )
                 )
         self.num_finite = len(names)

@@ -128,8 +128,8 @@ def _scheduler(
     trees = catalogue.metadata.get("rank_trees")
     trees = list(trees.values()) if isinstance(trees, Mapping) else []
     for tree in (common, *trees):
-        found = next((v for k, v in dict_items(tree) or () if k == name), None)
-        if (pairs := dict_items(found)) is not None:
+        state = next((v for k, v in dict_items(tree) or () if k == name), None)
+        if (pairs := dict_items(state)) is not None:
             return {str(k): v for k, v in pairs}
     prefix = f"{name}."
     objects = {n: o for n, o in catalogue.objects.items() if n.startswith(prefix)}
@@ -284,11 +284,11 @@ class _Outcome:
                 has = self.a if key in left else self.b
                 self.uncompared[name] = f"{has} alone has it"
                 continue
-            one, other = (
+            group_a, group_b = (
                 {k: v[0] if len(v) == 1 else v for k, v in side[key].items()}
                 for side in (left, right)
             )
-            self.compare_entries(f"{name}: ", one, other)
+            self.compare_entries(f"{name}: ", group_a, group_b)
 
     def compare_extra_states(self, a: TrainingState, b: TrainingState) -> None:
         """Compare scaling state by module."""
@@ -365,15 +365,15 @@ def _describe(a: Any, b: Any, path_a: str, path_b: str) -> str:
 
 def _paths(a: Any, b: Any, place: str = "") -> Iterator[str]:
     """Yield the names of the entries that differ, at most a few."""
-    found = 0
+    num_yielded = 0
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(a, dict) and isinstance(b, dict):
         pairs = [(f"{place}.{k}" if place else k, a.get(k), b.get(k)) for k in {**a, **b}]
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         pairs = [(f"{place}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
     for name, x, y in pairs:
-        if found < _SHOWN_NAMES and not _is_same(x, y):
-            found += 1
+        if num_yielded < _SHOWN_NAMES and not _is_same(x, y):
+            num_yielded += 1
             yield next(_paths(x, y, name), name)
     if not pairs:
         yield place or "its contents"

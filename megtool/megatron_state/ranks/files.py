@@ -152,7 +152,7 @@ def _read_chunks(
         ]
         tensors = [replace(catalogue[stored], name=g.key) for stored, g in renamed]
         glu = Glu(tensors, [t.name for t in tensors], config.mlp.gated)
-        found = [
+        loaded = [
             _RankTensor(
                 stored,
                 _in_old_order(
@@ -161,7 +161,7 @@ def _read_chunks(
             )
             for t, (stored, g) in zip(tensors, renamed, strict=True)
         ]
-        yield (folder, chunk), _without_unused_output(found)
+        yield (folder, chunk), _without_unused_output(loaded)
 
 
 def _without_unused_output(tensors: Sequence[_RankTensor]) -> list[_RankTensor]:
