@@ -113,7 +113,8 @@ class Window(Setting):
         """The keys, unless those that were kept say the same."""
         size = config.window.window_size
         flags = tuple(config.window.has_window(i) for i in range(config.num_layers))
-        if self.key in config.extra and self._says(config.extra, config, flags):
+        told = self.key in config.extra or (config.extra and not any(flags))
+        if told and self._says(config.extra, config, flags):
             return
         counts = self.every or self.switch or self.first_key or self.until_key
         if self.by_layer and (counts or not all(flags)):

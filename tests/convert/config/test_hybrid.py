@@ -538,10 +538,10 @@ def test_blocks_of_tensor_ranks_are_read(tp: int, tmp_path: Path, materialize: A
             model[f"module.{name}_v"] = torch.cat([x[gates:] for x in ranks])
         else:
             model[f"module.{name}"] = torch.cat(ranks, cut) if cut else first
-    folder = tmp_path / "fsdp" / "iter_0000001"
-    state = {"model": model, "args": args, "checkpoint_version": 3.0, "iteration": 1}
+    folder, step = tmp_path / "fsdp" / "iter_0000007", trees[0]["iteration"]
+    state = {"model": model, "args": args, "checkpoint_version": 3.0, "iteration": step}
     torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
-    (tmp_path / "fsdp" / "latest_checkpointed_iteration.txt").write_text("1")
+    (tmp_path / "fsdp" / "latest_checkpointed_iteration.txt").write_text("7")
     found = open_source(tmp_path / "fsdp")
     assert any("mixer.in_proj.weight" in t.name for t in found.catalogue.tensors)
     reshard(tmp_path / "fsdp", tmp_path / "back", to="torch_dist", tp=2, fsync=False)
