@@ -30,6 +30,7 @@ FAMILY = Family(
         "norm": "rmsnorm",
         "gated": True,
         "rope_interleaved": True,
+        "qk_l2_norm_unrotated": False,
         "router_score": "sigmoid",
         "router_scales_input": True,
     },

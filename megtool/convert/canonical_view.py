@@ -123,11 +123,12 @@ def refuse_own_mtp_ends(unplaced: Sequence[str], source: CanonicalView, dialect:
     own = [n for n in unplaced if _OWN_MTP_END.fullmatch(n)]
     if not own:
         return
-    first = source.placements[own[0]].stored
+    stored = [source.placements[n].stored for n in own]
+    excluded = " ".join(f"--exclude '{name}'" for name in stored)
     what = "embedding" if own[0].endswith("embed.weight") else "output layer"
     raise MappingError(
         f"multi-token prediction has an {what} of its own; {dialect!r} has the model's",
-        tensor=first,
-        hint=f"--to hf keeps it; --exclude '{first}' leaves it out, which drafts other tokens",
+        tensor=", ".join(stored),
+        hint=f"--to hf keeps it; {excluded} leaves it out, which drafts other tokens",
         error_id="unsupported-model",
     )

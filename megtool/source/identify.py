@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.convert.families.detection import detect_family, family
-from megtool.convert.families.family import Family
+from megtool.convert.families.family import INFERRED, Family
 from megtool.convert.families.label_head import with_label_head
 from megtool.convert.families.read_back import fields_called, without_keys, without_settings
 from megtool.convert.gguf import config_from_gguf, factors_read
@@ -134,7 +134,7 @@ def _describe_by_args(
         _LOG.warning("%s", describe_unknown(unknown))
     config, assumed = read_plain_args(plain), tuple[str, ...]()
     if named is not None:
-        config, assumed = named.completed(config)
+        config, assumed = _complete(config, named)
     config, dropped = without_settings(
         config, named, [n for n in drop_settings if n not in removed or fields_called(n)]
     )
@@ -150,6 +150,22 @@ def _describe_by_args(
         unsupported=_unsupported(plain),
         dropped=dropped | removed,
     )
+
+
+def _complete(config: ModelConfig, family: Family) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Complete what args say with the family's word, and tell what that takes from Megatron's."""
+    out, assumed = family.completed(config)
+    for name in INFERRED:
+        if (ours := config.get(name)) != (theirs := out.get(name)):
+            _LOG.warning(
+                "%s is %r in Megatron, which has no arg for it, and %r in the class of %r: the "
+                "model is read as the class's",
+                name,
+                ours,
+                theirs,
+                family.name,
+            )
+    return out, assumed
 
 
 def _plain_args(

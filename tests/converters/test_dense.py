@@ -127,10 +127,13 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
     config = open_source(tmp_path / "hf").view.config
     assert config is not None
-    said = config_from_args(args_from_config(config, ParallelConfig(tp=2)))
+    kind = family(case.family)
+    args = args_from_config(config, ParallelConfig(tp=2))
+    if kind.traits.get("bidirectional"):  # which no arg says: a reader has it from the family
+        args["bidirectional"] = True
+    said = config_from_args(args)
     for name in SHAPES:
         assert said.get(name) == config.get(name), name
-    kind = family(case.family)
     shares = config.norms.shared_norm and "shared_norm" not in kind.traits
     if (config.mlp.mlp_bias and not config.attention.qkv_bias) or shares:
         return  # Megatron has no word for that, and a warning says so

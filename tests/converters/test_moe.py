@@ -16,7 +16,7 @@ from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families.detection import detect_family, family
 from megtool.convert.megatron.args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
-from megtool.errors import CoverageError, MappingError
+from megtool.errors import MappingError
 from megtool.formats import open_checkpoint
 from megtool.inference.load import load
 from megtool.model.batch import Batch
@@ -139,7 +139,9 @@ def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(name: str, tmp_path: Path) -> None:
+def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without any file of Hugging Face's: the configuration comes from Megatron's args alone."""
     case = FIRST[name]
     kind = type(save(case, tmp_path / "hf"))
@@ -147,6 +149,8 @@ def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(name: str, tmp_
     for file in (tmp_path / "meg" / "release" / "hf").iterdir():
         file.unlink()
     reshard(tmp_path / "meg", tmp_path / "back", to="hf", family=name, fsync=False)
+    told = "qk_l2_norm_unrotated is True in Megatron, which has no arg for it, and False in"
+    assert (told in caplog.text) == (name == "llama4")
     if name in ("flex_olmo", "kimi_linear"):  # whose usual token of padding is none of so few
         change_config(tmp_path / "back", pad_token_id=None)
     model = kind.from_pretrained(tmp_path / "hf")
@@ -183,10 +187,23 @@ def test_layers_of_multi_token_prediction_with_ends_of_their_own(tmp_path: Path,
     held = load_file(file)
     held[name][0, 0] += 1
     save_file(held, file, metadata={"format": "pt"})
-    report = reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
-    assert [d.name for d in report.dropped if d.is_lost] == [name]
-    with pytest.raises(CoverageError, match=end):
-        reshard(tmp_path / "hf", tmp_path / "no", to="torch_dist", strict=True)
+    own = [f"model.layers.{layer}.{end}.weight" for layer in (4, 5)]
+    with pytest.raises(MappingError, match="of its own; 'megatron' has the model's") as caught:
+        reshard(tmp_path / "hf", tmp_path / "no", to="torch_dist")
+    assert caught.value.tensor == ", ".join(own)
+    assert all(f"--exclude '{n}'" in str(caught.value.hint) for n in own)
+    assert not (tmp_path / "no").exists()
+    before = stored(tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "same", to="hf", fsync=False)
+    assert stored(tmp_path / "same") == before
+    report = reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", exclude=own, fsync=False)
+    assert not any(d.is_lost for d in report.dropped)
+    back = tmp_path / "back"
+    reshard(tmp_path / "meg", back, to="hf", fsync=False)
+    ends = (".embed_tokens.weight", ".shared_head.head.weight")
+    copies = {n for n in before if n.startswith("model.layers.") and n.endswith(ends)}
+    assert set(own) <= copies
+    assert stored(back) == {n: t for n, t in before.items() if n not in copies}
 
 
 def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:

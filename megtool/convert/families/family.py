@@ -18,6 +18,8 @@ from megtool.spec.model_config import CONFIG_FIELDS, ModelConfig
 
 _META, _OF_META = ".attention.wq.", re.compile(r"\blayers\.\d+\.attention\.w[qk]\.")
 _FROM_FAMILY = frozenset(n for n, facts in CONFIG_FIELDS.items() if facts.from_family)
+INFERRED = ("qk_l2_norm_unrotated",)
+"""Fields without an arg of theirs: what Megatron does whatever the model; a class may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class Family:
             config = hybrid_form(config)
         values = config.to_fields()
         unsaid = {n for n in _FROM_FAMILY if values[n] == CONFIG_FIELDS[n].default}
+        unsaid |= {n for n in INFERRED if n in self.traits}
         values |= {n: v for n, v in self.traits.items() if n in unsaid}
         keys: list[str] = []
         for setting in self.settings:
