@@ -148,7 +148,7 @@ _MATTERS: tuple[tuple[Callable[[ModelConfig], object], tuple[str, ...]], ...] = 
     (lambda c: c.residual.hyper_streams, ("hyper_iterations", "hyper_eps")),
     (lambda c: c.head.masked_head, ("head_dense_bias",)),
     (lambda c: c.head.num_labels, ("score_dense", "score_bias")),
-    (lambda c: not c.head.num_labels, ("tied_embeddings",)),
+    (lambda c: not c.head.num_labels, ("tied_embeddings", "head_bias")),
     (lambda c: False, ("mtp_hidden_first", "mtp_window", "mtp_kind")),
 )
 """The fields that change the function only where something holds."""

@@ -60,6 +60,11 @@ def config(**fields: Any) -> ModelConfig:
         ({"tied_values": (0, 0, 0, 0)}, {}),
         ({"norm_bias": False}, {}),
         ({"max_positions": 77}, {}),
+        # Scores of labels come instead of the output layer, and of what it is.
+        (
+            {"num_labels": 3, "head_bias": True, "tied_embeddings": True},
+            {"num_labels": 3, "head_bias": False, "tied_embeddings": False},
+        ),
         ({"layer_kinds": ("*-",) * 4}, {}),
         ({"norm_eps": 1e-5}, {"norm_eps": 9.999999999e-6}),
     ],
@@ -90,6 +95,7 @@ def test_other_words(a: dict[str, Any], b: dict[str, Any]) -> None:
         ("zero_centered_norm", {"zero_centered_norm": True}, {}),
         ("norm_eps", {"norm_eps": 1e-6}, {}),
         ("tied_embeddings", {"tied_embeddings": True}, {}),
+        ("head_bias", {"head_bias": True}, {}),
     ],
 )
 def test_other_functions(field: str, a: dict[str, Any], b: dict[str, Any]) -> None:
