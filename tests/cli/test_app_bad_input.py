@@ -178,7 +178,7 @@ def test_an_unknown_family(desk: Desk) -> None:
         ({"num_hidden_layers": 5}, "missing"),
         ({"num_hidden_layers": 3}, "layers.3"),
         ({"intermediate_size": 64}, "48"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "mish"}, "mish"),
         ({"vocab_size": 102}, "101"),
         ({"tie_word_embeddings": 7}, "7"),
         ({"architectures": 5, "model_type": []}, "model family is unknown"),
