@@ -20,6 +20,7 @@ from megtool.export.gguf.architectures import (
     find_text_family,
     list_oddities,
 )
+from megtool.export.gguf.block_encoder import Change
 from megtool.export.gguf.carried_blocks import NVFP4, open_parts
 from megtool.export.gguf.file_types import FileType, parse_file_type
 from megtool.export.gguf.header import INTEGER, plan_gguf_file
@@ -244,10 +245,13 @@ def _plan(
     return _PlannedFile(plan=plan, notes=notes, importance=importance, named=contents.named)
 
 
-def _describe(family: Family, config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
-    """What a file's metadata says of a configuration."""
+def _describe(
+    family: Family, config: ModelConfig
+) -> tuple[str, Mapping[str, Any], Mapping[str, Change]]:
+    """What a file's metadata says of a configuration, and what becomes of its tensors' numbers."""
     architecture = find_architecture(family, config)
-    return architecture.name, build_model_keys(config, architecture, name="", file_type="F32")
+    keys = build_model_keys(config, architecture, name="", file_type="F32")
+    return architecture.name, keys, architecture.changes(config) if architecture.changes else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
