@@ -34,7 +34,7 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", False),
         Only("attention_bias", False),
         Activation(),
-        Rope(10000.0, percent_key="partial_rotary_factor", kinds=("longrope", "su")),
+        Rope(10000.0, percent_key="partial_rotary_factor", kinds=("longrope", "su"), length=4096),
         Window(by_layer=False),
     ),
     hf=(

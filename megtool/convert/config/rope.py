@@ -31,7 +31,8 @@ class Rope(Setting):
     `rope_scaling` comes before `rope_parameters`, and a length beside the tables before one in
     them. Only families with `has_mscales` read `short_mscale` and `long_mscale`; a part of heads is
     without effect where the family `ignores_part`, has no key for it, and scales nothing. With
-    `scales_windows` the older form of scaling is one of all layers, which is not known.
+    `scales_windows` the older form of scaling is one of all layers, which is not known. A class
+    with a `length` of its own takes it where a configuration has none beside the tables.
     """
 
     reads_keys: ClassVar[tuple[str, ...]] = ("rope_parameters", "rope_scaling", _LENGTH, _PART)
@@ -51,6 +52,7 @@ class Rope(Setting):
     ignores_part: bool = True
     scales_windows: bool = False
     kinds: tuple[str, ...] = ()
+    length: int | None = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Base, part and scaling of either form; a scaling of type `default` is none."""
@@ -73,8 +75,10 @@ class Rope(Setting):
             self._check_part(stored.get(_PART) if percent is None else percent, kind, into)
         if kind in ("default", "mrope"):
             scaling = {}  # the three positions of `mrope` are the same in text
-        elif kind in _KINDS_WITH_LENGTH and stored.get(_LENGTH) is not None:
-            scaling[_LENGTH] = stored[_LENGTH]  # the outer one wins
+        elif kind in _KINDS_WITH_LENGTH:
+            length = self.length if stored.get(_LENGTH) is None else stored[_LENGTH]
+            if length is not None and not (self.has_mscales and scaling.get(_LENGTH)):
+                scaling[_LENGTH] = length  # the outer one wins, but in Phi-MoE's class
         if not self.has_mscales:
             scaling = {k: v for k, v in scaling.items() if k not in _MSCALES}
         into["rope_base"] = float(base)
@@ -162,6 +166,8 @@ class Rope(Setting):
             scaling = positions.rope_scaling if self.has_mscales else _without_outer_length(config)
             none = None if self.scaling is None else {"rope_type": "default"}
             into["rope_scaling"] = none if scaling is None else dict(scaling)
+            if self.length is not None and positions.rope_scaling:
+                into[_LENGTH] = positions.rope_scaling.get(_LENGTH) or positions.max_positions
         elif not self.by_kind:
             into["rope_parameters"] = {
                 **(positions.rope_scaling or {"rope_type": "default"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,6 +65,26 @@ def test_an_outer_length_is_written_where_it_was() -> None:
     written = llama.write_config(config)
     assert written["rope_scaling"] == scaling
     assert written[LENGTH] == 4096
+
+
+@pytest.mark.parametrize("outer", [{}, {LENGTH: 16}])
+@pytest.mark.parametrize("name", ["phi3", "phimoe"])
+def test_which_length_wins_is_as_in_the_class(name: str, outer: dict[str, int]) -> None:
+    """Phi-3's class has a length beside the tables also if a configuration does not say it."""
+    scales = {"short_mscale": 1.0, "long_mscale": 1.0} if name == "phimoe" else {}
+    table = LONG | scales | {LENGTH: 32}
+    theirs = transformers.AutoConfig.for_model(
+        name, **SIZES, **outer, rope_scaling=copy.deepcopy(table)
+    )
+    keys = SIZES | {"num_hidden_layers": 1, "vocab_size": 64, "hidden_act": "silu"} | outer
+    if name == "phimoe":
+        keys |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+    config = family(name).read_config(keys | {"rope_scaling": table})
+    length = (config.positions.rope_scaling or {})[LENGTH]
+    assert length == theirs.rope_parameters[LENGTH]
+    written = family(name).write_config(config.with_fields(extra={}))
+    found = family(name).read_config(written).positions.rope_scaling or {}
+    assert found[LENGTH] == length
 
 
 def test_scales_of_longrope_are_phimoes_alone() -> None:

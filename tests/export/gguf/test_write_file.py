@@ -481,7 +481,7 @@ def test_longrope_of_factors_alone(tmp_path: Path) -> None:
     scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     scaling |= {"original_max_position_embeddings": 32}
     source = gguf_models.save(tmp_path / "hf", "phi3")
-    _edit(source, rope_parameters=None, rope_theta=1e4, rope_scaling=scaling)
+    _edit(source, rope_parameters=None, rope_theta=1e4, original_max_position_embeddings=32)
     for more in ({}, {"attention_factor": 1.5}):
         _edit(source, rope_scaling=scaling | more)
         export_gguf(source, tmp_path / "m.gguf", outtype="f32", overwrite=True)
@@ -492,6 +492,8 @@ def test_longrope_of_factors_alone(tmp_path: Path) -> None:
             np.testing.assert_allclose(found.pop(key), scaling[key], rtol=1e-6)
         rest = {"rope_type": "longrope", "original_max_position_embeddings": 32}
         assert found == rest | more
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+        assert theirs["original_max_position_embeddings"] == 32  # its class has 4096 for none
 
 
 def test_longrope_factors(tmp_path: Path) -> None:
