@@ -156,13 +156,13 @@ def _complete(config: ModelConfig, family: Family) -> tuple[ModelConfig, tuple[s
     """Complete what args say with the family's word, and tell what that takes from Megatron's."""
     out, assumed = family.completed(config)
     for name in INFERRED:
-        if (ours := config.get(name)) != (theirs := out.get(name)):
+        if (inferred := config.get(name)) != (chosen := out.get(name)):
             _LOG.warning(
                 "%s is %r in Megatron, which has no arg for it, and %r in the class of %r: the "
                 "model is read as the class's",
                 name,
-                ours,
-                theirs,
+                inferred,
+                chosen,
                 family.name,
             )
     return out, assumed

@@ -113,8 +113,8 @@ class Window(Setting):
         """The keys, unless those that were kept say the same."""
         size = config.window.window_size
         flags = tuple(config.window.has_window(i) for i in range(config.num_layers))
-        told = self.key in config.extra or (config.extra and not any(flags))
-        if told and self._says(config.extra, config, flags):
+        is_known = self.key in config.extra or (config.extra and not any(flags))
+        if is_known and self._says(config.extra, config, flags):
             return
         counts = self.every or self.switch or self.first_key or self.until_key
         if self.by_layer and (counts or not all(flags)):
