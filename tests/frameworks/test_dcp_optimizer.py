@@ -161,6 +161,7 @@ HF = {
     "head_dim": 4,
     "vocab_size": 37,
     "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
 
