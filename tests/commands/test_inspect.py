@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megtool import inspect, reshard
 from megtool.cli.app import main
@@ -67,6 +67,12 @@ def test_a_tied_copy_is_not_counted(tmp_path: Path) -> None:
     folder = tiny_llama.save(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    report = inspect(folder)  # a trained output layer is none
+    assert report.parameters == PARAMETERS
+    assert report.left_out == ()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     report = inspect(folder)
     assert report.parameters == PARAMETERS - 101 * 32
     assert report.left_out == (("lm_head.weight", "a copy of the tied embedding"),)
