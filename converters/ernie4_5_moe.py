@@ -8,7 +8,6 @@ from megtool.convert import (
     HF_NORMS,
     HF_SHARED_EXPERTS,
     Activation,
-    AtMost,
     Default,
     EitherKey,
     Family,
@@ -19,6 +18,7 @@ from megtool.convert import (
     Rope,
     Row,
     Unsqueezed,
+    UpTo,
 )
 
 _NORM_MIN = "could be more than the sum of the scores that are divided by it"
@@ -52,7 +52,7 @@ FAMILY = Family(
         Multiple(
             "moe_num_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size", absent=2
         ),
-        AtMost("moe_norm_min", "num_experts_per_token / num_experts", _NORM_MIN),
+        UpTo("moe_norm_min", "num_experts_per_token / num_experts", _NORM_MIN),
         MoeSpan("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
         Activation(),
         Rope(500000.0),

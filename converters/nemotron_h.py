@@ -1,7 +1,6 @@
 """Nemotron-H, Nemotron Nano 2 and 3: Mamba-2, attention, MLPs and experts, one in every layer."""
 
 from megtool.convert import (
-    AtMost,
     Default,
     Dropped,
     Family,
@@ -14,6 +13,7 @@ from megtool.convert import (
     Row,
     ScoreNorm,
     StepLimit,
+    UpTo,
     hf_mamba,
     in_inner_mtp,
     in_mtp,
@@ -102,7 +102,7 @@ FAMILY = Family(
         KindKey("n_groups", "mamba_num_groups", "M", 8),
         KindKey("conv_kernel", "mamba_conv_kernel", "M", 4),
         StepLimit(),
-        AtMost("time_step_min", "0.001", _STEP),
+        UpTo("time_step_min", "0.001", _STEP),
         Only("use_conv_bias", True),
         Only("use_bias", False),
         Only("mamba_proj_bias", False),

@@ -119,7 +119,6 @@ if TYPE_CHECKING:
     from megtool.convert.config.moe import (
         Alike,
         Assumed,
-        AtMost,
         EitherKey,
         Implied,
         Inverted,
@@ -130,6 +129,7 @@ if TYPE_CHECKING:
         Nullable,
         ScoreNorm,
         Unless,
+        UpTo,
     )
     from megtool.convert.config.short_conv import AdjustedFeedForward
     from megtool.convert.config.window_heads import WindowHeads

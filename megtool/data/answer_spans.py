@@ -31,15 +31,15 @@ def answer_spans(
     for number in turns:
         prefixes += [(number, True), (number + 1, False)]
     text, *parts = tokenizer.chat_prefixes(messages, prefixes)
-    befores, afters = parts[::2], parts[1::2]
+    earlier, afters = parts[::2], parts[1::2]
     if all(
         after.startswith(before) and text.startswith(after)
-        for before, after in zip(befores, afters, strict=True)
+        for before, after in zip(earlier, afters, strict=True)
     ):
-        return text, [(len(a), len(b)) for a, b in zip(befores, afters, strict=True)]
+        return text, [(len(a), len(b)) for a, b in zip(earlier, afters, strict=True)]
     marked = _find_marked(messages, tokenizer, text)
     spans: list[Span] = []
-    for number, before in zip(turns, befores, strict=True):
+    for number, before in zip(turns, earlier, strict=True):
         span = marked.get(number) or _find_content(messages, number, tokenizer, text, before)
         if span is None or (spans and span[0] < spans[-1][1]):
             raise MappingError(

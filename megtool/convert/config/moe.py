@@ -97,7 +97,7 @@ class ScoreNorm(Setting):
 
 
 @dataclass(frozen=True, slots=True)
-class AtMost(Setting):
+class UpTo(Setting):
     """A number without effect up to a limit, an expression over the fields read before it.
 
     The key is kept verbatim in `extra`. `effect` says what a larger one would change.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megtool.convert.config.moe import AtMost, Nullable, ScoreNorm
+from megtool.convert.config.moe import Nullable, ScoreNorm, UpTo
 from megtool.convert.families.detection import family
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
@@ -49,7 +49,7 @@ def test_a_family_without_the_key_always_divides() -> None:
 
 
 def test_a_number_that_would_count_is_refused() -> None:
-    setting = AtMost("moe_norm_min", "num_experts_per_token / num_experts", "changes shares")
+    setting = UpTo("moe_norm_min", "num_experts_per_token / num_experts", "changes shares")
     fields = {"num_experts_per_token": 2, "num_experts": 8}
     assert setting.read({"moe_norm_min": 0.25}, fields) == ()
     with pytest.raises(MappingError, match="changes shares") as caught:
