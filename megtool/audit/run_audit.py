@@ -8,7 +8,6 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,7 +111,7 @@ class RunAudit:
         is_known_run = any(s.is_open for s in self.saves)
         for save in self._unknown:
             rule, where, text = save.unknown_kind or ("", "", "")
-            if is_known_run or MEGATRON_STEP.fullmatch(Path(save.path).name):
+            if is_known_run or MEGATRON_STEP.fullmatch(save.path.rpartition("/")[2]):
                 yield AuditFinding(id=rule, step=save.step, tensor=where, message=text)
             else:
                 facts = next(s for s in self.saves if s.step == save.step)

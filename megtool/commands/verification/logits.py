@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from megtool.commands.options.checkpoints import VerifyOptions
@@ -103,7 +102,7 @@ def _load(source: CheckpointSource, other: CheckpointSource, options: VerifyOpti
     family = other.family_name
     if source.family_name is None and like.family is None and family is not None:
         like = replace(like, family=family)
-    path = Path(source.path)
+    path = source.path
     decoder_source = open_decoder(path, like, encoders=True, two_stacks=True)
     config = decoder_source.config
     try:

@@ -54,7 +54,7 @@ def read_saved_parts(
             no configuration that says the whole shapes.
     """
     offsets = [_offsets(h, root / f.path) for f, h in zip(files, headers, strict=True)]
-    names = [Path(f.path).name or root.name for f in files]
+    names = [(root / f.path).name for f in files]
     numbers = [int(m[1]) if (m := _PART.fullmatch(name)) else None for name in names]
     if not any(any(map(any, of.values())) for of in offsets) and not any(
         n is not None and of for n, of in zip(numbers, offsets, strict=True)
