@@ -136,7 +136,7 @@ def test_a_run_that_is_killed_while_it_saves(
     begun = store.num_calls
     tune(model, f"{URL}/out", data, **options)
     total, whole = store.num_calls - begun, store.objects("out")
-    for number in range(20, total, max(1, total // 6)):
+    for number in range(30, total, max(1, total // 6)):  # after the probe
         store = CountedStore(min_part_bytes=5 << 20)
         register_store(store)
         store_index().forget(StorePath(URL))
