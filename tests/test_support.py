@@ -12,6 +12,7 @@ WHOLE = {"converters", "emulated", "faults", "fidelity", "peers", "stores"}
 """Folders of tests that run the whole package and mirror none of its folders."""
 OF_THE_CHECKOUT = {
     "test_benchmarks",
+    "test_docstrings",
     "test_examples",
     "test_floors",
     "test_packaging",

@@ -24,6 +24,7 @@ from megtool.errors import CheckpointError, MappingError
 from megtool.formats import open_checkpoint
 from tests.support.errors import raises
 from tests.support.models import tiny_llama
+from tests.support.stored_bits import flip
 
 SHAPES = tiny_llama.shapes(tiny_llama.config())
 Q = "layers.1.attn.q.weight"
@@ -57,17 +58,6 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path
     edit(held)
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def flip(folder: Path, name: str) -> None:
-    """Flip one bit in the middle of a stored tensor's first shard."""
-    catalogue = open_checkpoint(folder)
-    row = catalogue.shards.of(catalogue.index[name]).start
-    offset = int(catalogue.locate(catalogue.shards.tensor[[row]] * 0 + row).offset[0])
-    path = catalogue.path(int(catalogue.extents.file[row]))
-    data = bytearray(path.read_bytes())
-    data[offset + 70] ^= 0x10
-    path.write_bytes(data)
 
 
 # ---- equal ones

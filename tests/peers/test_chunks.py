@@ -21,9 +21,9 @@ from megtool.options.layout import ParallelConfig
 from megtool.spec.model_config import ModelConfig
 from megtool.tensors.registration_order import Order, registered
 from megtool.tensors.sharded import GlobalTensor
-from tests.peers.test_stages import WORDS
 from tests.support.checkpoints.trained import canonical_tensors
 from tests.support.peers.forked_worlds import run_forked
+from tests.support.peers.stage_words import WORDS
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

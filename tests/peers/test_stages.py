@@ -16,6 +16,7 @@ from megtool.parallel.mesh import Mesh
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.peers.forked_worlds import run_forked
+from tests.support.peers.stage_words import WORDS
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -37,13 +38,6 @@ MODELS: list[tuple[int, int, dict[str, Any]]] = [
     (6, 1, {"pp": 3, "pipeline_layout": "Ettt|t|t|t|m|L"}),
     (6, 1, {"pp": 3, "pipeline_layout": "E|ttt|tt|t|m|L"}),
 ]
-WORDS = {
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
-}
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,8 @@ import pytest
 
 from megtool.spec.meaning import compare_functions, rope_meaning
 from megtool.spec.model_config import ModelConfig
+from tests.support.models.small_configs import EXPERTS, SIZES
 
-SIZES = dict(
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=64,
-)
-EXPERTS = dict(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=16)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {
     "rope_type": "llama3",

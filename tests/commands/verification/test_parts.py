@@ -336,7 +336,7 @@ def test_a_weight(hf: Path, tmp_path: Path, stored: str) -> None:
 
 @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq", "param"])
 def test_a_moment_or_master(megatron: Path, tmp_path: Path, state: str) -> None:
-    from tests.commands.test_verify import flip
+    from tests.support.stored_bits import flip
 
     other = shutil.copytree(megatron, tmp_path / "b")
     flip(other, f"optimizer.state.{state}.decoder.layers.mlp.linear_fc2.weight")

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from megtool.convert.config.activation import ACTIVATIONS, Activation
 from megtool.errors import MappingError
 from megtool.kernels.elementwise.activation import activate
-from tests.convert.families.test_read_back import config
+from tests.support.models.small_configs import config
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -7,7 +7,7 @@ from typing import Any
 from megtool.convert.families.class_form import ClassForm, are_other_forms, find_class_form
 from megtool.convert.families.detection import family
 from megtool.convert.language.mapping import Permuted, Qkv, Row, Shifted
-from tests.convert.families.test_read_back import config
+from tests.support.models.small_configs import config
 
 Q, K, V = (f"layers.{{l}}.attn.{name}.weight" for name in "qkv")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,12 +17,7 @@ from megtool.convert.families.read_back import (
     without_settings,
 )
 from megtool.errors import UsageError
-from megtool.spec.model_config import ModelConfig
-from tests.spec.test_meaning import EXPERTS, SIZES
-
-
-def config(**fields: Any) -> ModelConfig:
-    return ModelConfig.from_fields(**SIZES | fields)
+from tests.support.models.small_configs import EXPERTS, config
 
 
 def test_a_setting_that_the_family_does_not_write() -> None:
