@@ -103,6 +103,8 @@ def read_training_state(source: CheckpointSource) -> TrainingState:
     common = catalogue.metadata.get("common")
     common = common if isinstance(common, dict) else {}
     iteration: float | None = read_iteration(catalogue)
+    if catalogue.root.name.isdigit() and "iteration" not in common:
+        iteration = None  # a number that only the folder's name says is where it lies, no state
     if iteration is None and (stored := catalogue.objects.get("iteration")) is not None:
         iteration = scalar_value(read_object(catalogue, stored)) or None
     if iteration is not None:

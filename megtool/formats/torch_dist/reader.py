@@ -38,10 +38,10 @@ __all__ = ["NAMES", "detect", "open_checkpoint", "plan_torch_dist_layout"]
 
 NAMES = ("torch_dist", "dcp")
 WEIGHTS = "weights"
+"""The folder of the data in NeMo 2, next to `context/`."""
+
 NEMO_1_WEIGHTS = "model_weights"
 """NeMo 1's folder of weights, beside `model_config.yaml`, in an unpacked `.nemo` archive."""
-
-"""The folder of the data in NeMo 2, next to `context/`."""
 
 _UNFINISHED = "-unfinished"  # suffix of NeMo's marker of a folder being written
 

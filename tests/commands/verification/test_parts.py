@@ -21,7 +21,7 @@ from megtool.errors import UsageError
 from megtool.options.layout import ParallelConfig
 from tests.support.checkpoints import trained
 from tests.support.errors import raises
-from tests.support.models import tiny_text
+from tests.support.models import tiny_llama, tiny_text
 
 RNG = "rng_state/shard_0.0_1.1"
 SCHEDULER = {"max_lr": 1e-3, "num_steps": 28, "lr_decay_style": "cosine"}
@@ -419,3 +419,10 @@ def test_data_without_a_digest_is_read(hf: Path, tmp_path: Path, value: float, t
     (found,) = verify(other, threads=1).differences
     assert (found.tensor, found.num_differing) == ("head.weight", 1)
     assert text in found.text
+
+
+def test_a_folder_named_by_a_number_states_no_iteration(tmp_path: Path) -> None:
+    tiny_llama.save(tmp_path / "hf", dtype="float32")
+    for number in ("0", "1"):
+        reshard(tmp_path / "hf", tmp_path / number, to="dcp", fsync=False)
+    assert verify(tmp_path / "0", tmp_path / "1").differences == ()
