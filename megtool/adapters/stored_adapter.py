@@ -110,7 +110,7 @@ def unpaired_matrix(catalogue: Catalogue, names: Mapping[str, str]) -> FormatErr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeight(LowRankProduct[LazyMatrix]):
-    """What is added to the weight `name` of a dialect.
+    """Return what is added to the weight `name` of a dialect.
 
     `down` is `[rank, in]` and `up` `[out, rank]`, or both have a leading dimension of experts;
     `tensor` is the stored name of one of them. `part` names the canonical weight (`q`)

@@ -148,7 +148,7 @@ def _rank(name: str) -> int:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a format recognizes a folder; a config.json alone may be a trainer's own."""
+    """Return whether a format recognizes a folder; a config.json alone may be a trainer's own."""
     try:
         detected = detect_format(folder)
     except FormatError:

@@ -99,7 +99,7 @@ def scan_save(save: RunSave, settings: ScanPlan) -> SaveFacts:
 
 
 def _is_unknown_kind(error: MegtoolError) -> bool:
-    """Whether an error says that megtool cannot read the kind, and not that a save is damaged."""
+    """Return whether megtool cannot read the kind, which says nothing against the save."""
     return (
         isinstance(error, MissingPackageError)
         or error.id == "not-a-checkpoint"

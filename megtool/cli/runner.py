@@ -177,9 +177,9 @@ _NO_MAPPING = ("failed to map segment", "cannot allocate memory in static TLS")
 
 
 def explain_shortage(error: BaseException) -> MegtoolError | None:
-    """What memory or threads that the system refuses means to the user; None for other errors.
+    """Translate a refusal of memory or threads by the system; return None for other errors.
 
-    So does a value of a file that is nested deeper than Python's own functions follow it.
+    A value nested deeper than Python's own functions follow it counts as one, too.
     """
     text = str(error)
     if isinstance(error, RecursionError):

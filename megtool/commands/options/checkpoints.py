@@ -50,7 +50,7 @@ _EXACT = OptionCondition(
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance(Options):
-    """How far two numbers may differ and still count as equal."""
+    """Largest differences of two numbers that still count as equal."""
 
     atol: float = option(
         "Tolerance",

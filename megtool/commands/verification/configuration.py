@@ -48,7 +48,7 @@ _FROM_FAMILY = frozenset(n for n, facts in CONFIG_FIELDS.items() if facts.from_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Described:
-    """What one checkpoint says about its model.
+    """Configuration of one checkpoint, and what its reader left out.
 
     `config` is None if it says nothing that can be read, and `reason` says why. `unsaid` are fields
     that it has no place for. `unread` are stored settings that no field holds, by name; `form`

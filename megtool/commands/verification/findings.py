@@ -18,7 +18,7 @@ Deltas = Mapping[str, TensorDelta]
 
 
 class Findings:
-    """What has been found so far."""
+    """Differences and notes of a comparison so far, and what it left out."""
 
     def __init__(self) -> None:
         self.differences: list[Difference] = []

@@ -55,7 +55,7 @@ class TensorCheck:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one checkpoint."""
+        """Whether only one checkpoint is verified, against its own digests."""
         return len(self.sources) == 1
 
     def run(self, scan: SharedScan | None, *, is_last: bool) -> None:
