@@ -15,7 +15,7 @@ from typing import Any
 
 from megtool.errors import MappingError
 from megtool.export.quantized_module import QuantizedModule
-from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
+from megtool.export.trtllm_legacy.families import ACTIVATIONS, FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
 from megtool.spec import layer_sets
@@ -58,7 +58,7 @@ def build_config_json(
         "max_position_embeddings": c.positions.max_positions,
         "hidden_act": "swiglu"
         if layer_sets.moe_layers(c)
-        else known.activation or c.mlp.activation,
+        else known.activation or ACTIVATIONS[c.mlp.activation],
         "use_parallel_embedding": True,
         "embedding_sharding_dim": 0,
         "share_embedding_table": shares_table,

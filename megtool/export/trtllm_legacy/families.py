@@ -23,6 +23,15 @@ _RENORMALIZED, _DEVICE_LIMITED, _DEVICE_LIMITED_RENORMALIZED = 1, 3, 4
 _NO_AUX_TC = 2
 """`MoeConfig.TopKMethod` of the branch `deepseek`."""
 
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python", "gelu_accurate"), "gelu"),
+    **{name: name for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")},
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "relu2": "squared-relu",
+}
+"""By the name of a configuration, that of `ACT2FN` in tensorrt_llm/functional.py (0.16)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyFamily:

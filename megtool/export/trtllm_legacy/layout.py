@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megtool.errors import LayoutError, MappingError
-from megtool.export.trtllm_legacy.families import FAMILIES, LATENT
+from megtool.export.trtllm_legacy.families import ACTIVATIONS, FAMILIES, LATENT
 from megtool.export.trtllm_legacy.ranks import RankLayout
 from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
@@ -45,6 +45,12 @@ def check_family(name: str | None, config: ModelConfig) -> None:
         raise MappingError(
             "only some layers are mixtures of experts, and in a legacy checkpoint all are or none",
             hint="newer TensorRT-LLM loads it: --to trtllm",
+            error_id="unsupported-by-engine",
+        )
+    if family.activation is None and config.mlp.activation not in ACTIVATIONS:
+        raise MappingError(
+            f"the activation is {config.mlp.activation!r}, which legacy TensorRT-LLM does not know",
+            hint=f"it knows: {', '.join(sorted(ACTIVATIONS))}; newer TensorRT-LLM: --to trtllm",
             error_id="unsupported-by-engine",
         )
     biases = {config.attention.qkv_bias, config.attention.attn_out_bias, config.mlp.mlp_bias}

@@ -84,6 +84,16 @@ def test_rotary_scaling(tmp_path: Path, kind: str) -> None:
     refused(MappingError, work, kind, "linear, llama3", "--to trtllm")
 
 
+def test_activation(tmp_path: Path) -> None:
+    """A name is written as TensorRT-LLM looks it up, and one that it has not is refused."""
+    source = trtllm_models.llama(tmp_path / "hf", hidden_act="quick_gelu")
+    work = lambda: export_trtllm_legacy(source, tmp_path / "out")  # noqa: E731
+    refused(MappingError, work, "'quick_gelu'", "gelu_pytorch_tanh", "--to trtllm")
+    source = trtllm_models.llama(tmp_path / "swish", hidden_act="swish")
+    export_trtllm_legacy(source, tmp_path / "out", fsync=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_act"] == "silu"
+
+
 def test_numbers_too_large_for_float16(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf")
     tensors = load_file(source / "model.safetensors")
