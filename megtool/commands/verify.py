@@ -118,7 +118,9 @@ def _open_sources(options: VerifyOptions) -> list[CheckpointSource]:
             return [open_for_digests(options.a, options)]
         return [*open_aligned(options.a, options.b, options)]
     except (CheckpointError, MappingError) as e:
-        for path in filter(None, (options.a, options.b)):
+        paths = [path for path in (options.a, options.b) if path is not None]
+        blamed = [path for path in paths if f"{e.file}/".startswith(f"{path}/")]
+        for path in blamed or paths:
             for damaged in find_damage(path, options.iteration):
                 e.hint = f"{damaged.file} of {path} is not as it was written: it {damaged.reason}"
                 raise

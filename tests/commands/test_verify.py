@@ -228,6 +228,14 @@ def test_swapped_files_of_equal_size_are_found(copy: Callable[[str], Path]) -> N
         assert {d.kind for d in report.differences} == {"digest", "file"}
 
 
+def test_damage_of_one_is_no_hint_on_the_other(copy: Callable[[str], Path]) -> None:
+    folder = copy("megatron")
+    flip(folder, "embedding.word_embeddings.weight")
+    with raises(CheckpointError, hint=True) as caught:
+        verify(folder.parent / "absent", folder)
+    assert "is not as it was written" not in str(caught.value.hint)
+
+
 def test_the_tracker_names_the_last_iteration(copy: Callable[[str], Path]) -> None:
     folder = copy("megatron")
     tracker = folder / "latest_checkpointed_iteration.txt"
