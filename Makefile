@@ -8,6 +8,7 @@ PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do \
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 MARKS ?= not gpu or gpu
 MINUTES ?=
+KERNELS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -17,11 +18,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(JOBS) --maxprocesse
 .NOTPARALLEL:
 # Every process of the tests would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-all mutate lint docs bench clean
+.PHONY: help demo test test-all mutate lint compile-kernels docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r target what; do \
-		printf 'make %-9s %s\n' "$$target" "$$what"; done
+		printf 'make %-15s %s\n' "$$target" "$$what"; done
 
 demo: .venv/demo ## take a real model through every format and layout and back
 	$(BIN)/megtool demo
@@ -41,6 +42,9 @@ lint: .venv/dev ## check style, types and spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+
+compile-kernels: .venv/dev ## compile Triton's kernels for GPUs that are not there; KERNELS='--arch 90' selects
+	$(BIN)/python -m tests.support.emulated.compile_for_gpu $(KERNELS)
 
 docs: .venv/docs ## write the reference pages, then build the site; a broken link is an error
 	$(BIN)/python docs/generate.py
