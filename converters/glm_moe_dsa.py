@@ -53,6 +53,7 @@ FAMILY = Family(
         "qk_head_dim": "the sizes of its parts say it",
         "head_dim": "the sizes of its parts say it",
         "layer_types": "every layer has an indexer",
+        "mlp_bias": "no linear layer of a feed-forward has one",
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -75,7 +76,6 @@ FAMILY = Family(
         Key("rms_norm_eps", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", False),
         Only("attention_bias", False),
-        Only("mlp_bias", False),
         Key("n_routed_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token"),
         Key("moe_intermediate_size", "moe_ffn_hidden_size"),

@@ -67,6 +67,7 @@ FAMILY = Family(
         },
         # The sections of rotary embedding for images: text has one position in all of them.
         verbatim=("rope_parameters", "rope_scaling", "rope_theta", "norm_topk_prob"),
+        ignored=("norm_topk_prob",),
     ),
     limits=(
         (

@@ -171,8 +171,10 @@ def settings_by_family() -> str:
     rows = []
     for family in families():
         known = {k: text for x in family.settings for k, text in x.known_values().items()}
-        read = [k for x in family.settings for k in x.stored_keys if k not in known]
         ignored = [*family.ignores, *(family.nested.ignored if family.nested else ())]
+        read = [
+            k for x in family.settings for k in x.stored_keys if k not in known and k not in ignored
+        ]
         cells = (
             ", ".join(map(code, dict.fromkeys(read))),
             "; ".join(f"{code(k)} {text}" for k, text in known.items()),

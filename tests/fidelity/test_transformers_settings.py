@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,24 @@ def wrong(name: str, verdicts: Iterator[Verdict]) -> list[Verdict]:
 def test_one_value_of_every_setting(name: str, tmp_path: Path) -> None:
     pair = pair_of(name)
     assert wrong(name, judge(pair, one_value_each(pair), tmp_path / "model")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3_vl_moe", "norm_topk_prob", False),
+        ("gemma3_multimodal", "final_logit_softcapping", 4.0),
+        ("deepseek_v32", "mlp_bias", True),
+    ],
+)
+def test_a_key_that_the_class_ignores_acts_on_nothing(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    pair = pair_of(name)
+    text = (pair.stored["text_config"] if pair.nested else pair.stored) | {key: value}
+    stored = {**pair.stored, "text_config": text} if pair.nested else text
+    found = judge(pair, [Change(key, str(value), stored)], tmp_path / "model")
+    assert [v.kind for v in found] == ["follows", "ignored"]
 
 
 @pytest.mark.slow

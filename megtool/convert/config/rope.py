@@ -69,7 +69,7 @@ class Rope(Setting):
             size = stored.get(self.size_key, self.size) if self.size_key else 0
             if percent is None and size:
                 percent = size / into["head_dim"]
-            percent = self.percent if percent is None else percent
+            percent = self._default_part(kind) if percent is None else percent
             into["rotary_percent"] = float(percent)
         else:
             self._check_part(stored.get(_PART) if percent is None else percent, kind, into)
@@ -124,16 +124,20 @@ class Rope(Setting):
             )
         outer = stored.get(self.percent_key) if self.percent_key else None
         turning = [d for d in (windowed or full, full) if d.get("rope_type") != "proportional"]
-        parts = [d.get(_PART) or outer or 1.0 for d in turning]
-        is_said = len(parts) > 1 and any(_PART in d for d in turning)
-        if is_said and parts[0] != parts[1]:
+        parts = [d.get(_PART) or outer or self._default_part(d.get("rope_type")) for d in turning]
+        if len(set(parts)) > 1:
             raise MappingError(
-                f"of heads {parts[1]!r} turns, and {parts[0]!r} in layers with a window",
-                hint="in this family heads of all layers turn in the same part",
+                f"rope_parameters turns {parts[1]!r} of each head in layers with full attention, "
+                f"and {parts[0]!r} in layers with a window",
+                hint="in this family all layers turn the same part of a head",
                 error_id="unsupported-setting",
             )
         base = windowed.get("rope_theta") or local or self.local_base
         return _without_truncate(full), float(base)
+
+    def _default_part(self, kind: str | None) -> float:
+        # Tables by kind of layer: the class knows its part for rotation without scaling alone.
+        return self.percent if not self.by_kind or kind in (None, "default") else 1.0
 
     def _defaults(self, into: Mapping[str, Any]) -> dict[str, Any]:
         return {

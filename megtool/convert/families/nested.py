@@ -70,7 +70,8 @@ class Nested:
             under the names of the family.
         verbatim: Keys of the text model's settings that are kept as they are: the field is read
             from them, and they say more.
-        ignored: Keys of the text model's settings that the larger class takes no notice of.
+        ignored: Keys of the text model's settings that the larger class takes no notice of; it
+            computes what `defaults` say.
     """
 
     texts: Mapping[str, str]
@@ -151,8 +152,8 @@ class TextConfig(Setting):
                 error_id="unsupported-model",
             )
         tied = {TIED: bool(stored[TIED])} if TIED in stored else {}
-        values = {**self.nested.defaults, **inner, **tied}
-        values = {k: v for k, v in values.items() if k not in self.nested.ignored}
+        heeded = {k: v for k, v in inner.items() if k not in self.nested.ignored}
+        values = {**self.nested.defaults, **heeded, **tied}
         understood: set[str] = set()
         for setting in self.settings:
             understood.update(setting.read(values, into))

@@ -135,6 +135,42 @@ def test_what_is_not_understood_is_refused(name: str, keys: dict[str, Any]) -> N
     assert caught.value.error_id == "unsupported-setting"
 
 
+@pytest.mark.parametrize(
+    "full",
+    [
+        {"rope_type": "default", "rope_theta": 3e4},
+        {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.334},
+        LINEAR | {"rope_theta": 3e4},
+        LINEAR | {"rope_theta": 3e4, "partial_rotary_factor": 0.334},
+    ],
+    ids=str,
+)
+def test_a_part_that_no_table_says_is_that_of_the_class(full: dict[str, Any]) -> None:
+    """MiMo's class turns .334 of a head, and the whole of it where rotation is scaled."""
+    from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import (
+        MiMoV2FlashRotaryEmbedding,
+    )
+
+    tables = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    kinds = ["full_attention", "sliding_attention"] * 2
+    made = transformers.MiMoV2FlashConfig(
+        **SIZES, num_hidden_layers=4, layer_types=kinds, rope_parameters=copy.deepcopy(tables)
+    )
+    module = MiMoV2FlashRotaryEmbedding(made)
+    sizes = {2 * len(getattr(module, f"{kind}_inv_freq")) for kind in tables}
+    keys = {"layer_types": kinds, "sliding_window": 8, "head_dim": 192, "v_head_dim": 128}
+    keys |= {"moe_intermediate_size": 64, "n_routed_experts": 4, "rope_parameters": tables}
+    keys |= {"swa_num_key_value_heads": 2}
+    if len(sizes) > 1:
+        with pytest.raises(MappingError, match=r"turns 1\.0 of each head"):
+            read("mimo_v2_flash", **keys)
+        return
+    assert sizes == {int(192 * read("mimo_v2_flash", **keys).rotary_percent)}
+
+
 def test_heads_turn_in_pairs() -> None:
     with pytest.raises(MappingError, match="pairs"):
         read("glm", head_dim=6, partial_rotary_factor=0.5)

@@ -47,6 +47,10 @@ RECURRENT = (
 KINDS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 WINDOWED = {"sliding_window": 8, "layer_types": KINDS}
 
+MANY_HEADS = {"index_n_heads": 32}
+"""Heads of an indexer, so that with half of them no token scores 0 by all: megtool takes the first
+of equal scores, and torch any."""
+
 LIVE: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen2_moe": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -81,9 +85,9 @@ LIVE: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 8, "layer_types": KINDS},
     "smollm3": {"use_sliding_window": True, "sliding_window": 8},
     "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 5.0},
-    "deepseek_v32": {"index_n_heads": 16},
-    "glm_moe_dsa": {"index_n_heads": 16},
-    "deepseek_v4": {"index_n_heads": 16},
+    "deepseek_v32": MANY_HEADS,
+    "glm_moe_dsa": MANY_HEADS,
+    "deepseek_v4": MANY_HEADS,
     "openelm": {"num_query_heads": [4, 4, 6, 6], "num_kv_heads": [2] * 4}
     | {"ffn_multipliers": [1.0, 1.5, 2.0, 2.5]},
 }
