@@ -253,3 +253,50 @@ def test_megatron_core_learns_the_same_there(library: Path, checkout: Path) -> N
         tolerance = 1e-5 if row["dtype"] == "torch.float32" else 1e-3
         assert losses["megatron-core"] == pytest.approx(losses["megtool"], rel=tolerance)
         assert losses["megtool"][-1] < losses["megtool"][0]
+
+
+CALIBRATED = ("llama", "gemma3", "gemma4-small", "gpt_oss", "qwen3_moe", "glm4_moe", "mistral4")
+CALIBRATED += ("deepseek_v3", "deepseek_v4", "qwen3_next", "kimi_linear", "nemotron_h")
+CALIBRATED += ("granitemoehybrid-experts", "falcon_h1")
+RECIPES = "fp8,nvfp4,int8_sq,int4_awq,int4_gptq"
+
+
+def calibrate_there(
+    checkout: Path, library: Path, folder: Path, recipes: str, *names: str, dtype: str = "bfloat16"
+) -> list[dict[str, Any]]:
+    """What calibrations of families did there, which gave the bits of those without graphs."""
+    module = "tests.support.emulated.calibrations"
+    told = run(checkout, "-m", module, str(library), "torch", dtype, str(folder), recipes, *names)
+    rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    wrong = [row for row in rows if row["error"]]
+    assert not wrong, "\n".join(f"{r['family']} {r['recipe']}: {r['error']}" for r in wrong)
+    for row in rows:  # what the user reads is what the device has done
+        first = f"CUDA graphs: {row['replays']} of {row['runs']} layer runs were replays"
+        assert row["told"][0].startswith(first), row
+    return rows
+
+
+def test_layers_of_a_calibration_are_replays(library: Path, checkout: Path, tmp_path: Path) -> None:
+    (row,) = calibrate_there(checkout, library, tmp_path, "int8_sq", "qwen3_moe")
+    assert row["replays"] >= 0.85 * row["runs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CALIBRATED)
+def test_layers_of_all_calibrations_are_replays(
+    family: str, library: Path, checkout: Path, tmp_path: Path
+) -> None:
+    rows = calibrate_there(checkout, library, tmp_path, RECIPES, family)
+    assert len(rows) == len(RECIPES.split(","))
+    for row in rows:
+        assert row["replays"] >= 0.85 * row["runs"] > 0, row
+
+
+@pytest.mark.slow
+def test_a_calibration_says_why_layers_are_no_replays(
+    library: Path, checkout: Path, tmp_path: Path
+) -> None:
+    """Experts in float32: a GPU has no grouped product of these."""
+    rows = calibrate_there(checkout, library, tmp_path, "fp8", "qwen3_moe", dtype="float32")
+    assert rows[0]["replays"] == 0
+    assert any("--dtype bfloat16" in line for line in rows[0]["told"])

@@ -72,6 +72,9 @@ class GraphedPass:
                     copy_into(self.inputs, inputs)
                     outputs = self.function(*self.inputs)
                     run_backward(outputs, [torch.zeros_like(x) for x in outputs], self.inputs)
+                    # The outputs keep the nodes that add gradients, which belong to this stream:
+                    # a capture that met them again would wait for a stream outside of it.
+                    del outputs
             torch.cuda.current_stream().wait_stream(side_stream)
             self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             pool = torch.cuda.graph_pool_handle() if pool is None else pool

@@ -169,13 +169,15 @@ class BlockRounding:
             for a in (self.inputs, self.targets)
         )
         batch = slice_rows(micro_batch.batch, rows_R)
-        frame = self._frames.get(batch.shape) if micro_batch.is_plain else None
+        decoder = self.layers.decoder
+        is_shared = micro_batch.is_plain and not decoder.config.router.num_hash_layers
+        frame = self._frames.get(batch.shape) if is_shared else None
         if frame is None:
-            frame = self.layers.decoder.frame(batch)
-            if micro_batch.is_plain:
+            frame = decoder.frame(batch)
+            if is_shared:
                 self._frames[batch.shape] = frame
         with torch.enable_grad():
-            y_TH = self.layers.decoder.decoder.layers[str(self.layer)](x_TH, frame)
+            y_TH = decoder.decoder.layers[str(self.layer)](x_TH, frame)
             valid_T = None if batch.valid_BS is None else batch.valid_BS.flatten()
             return self._token_errors(y_TH, target_TH, valid_T).sum()
 

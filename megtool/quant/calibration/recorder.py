@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -31,6 +32,17 @@ class WatchedSite:
     site: ActivationSite
     place: HookLocation
     statistics: RunningStatistics | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What is left to add of one input after a pass: to these sites, all of experts or none."""
+
+    watched: tuple[WatchedSite, ...]
+    is_expert: bool = False
+
+
+PostponedObservation = tuple[Observation, tuple[Tensor, ...]]
 
 
 class ActivationRecorder:
@@ -68,17 +80,45 @@ class ActivationRecorder:
         self._moe: MoeMlp | None = None
         self._labels: dict[int, Tensor] = {}
         self._labels_T: Tensor | None = None
+        self._has_padding = False
+        self._postponed: list[PostponedObservation] | None = None
 
     @property
     def state(self) -> list[Tensor]:
-        """The tensors that a forward pass updates: `state` of `kernels.cuda_graphs.CudaGraphs`."""
-        return [t for w in self._watched if w.statistics is not None for t in w.statistics.state]
+        """The tensors that a postponing pass updates, as `CudaGraphs` takes them."""
+        return [
+            t
+            for w in self._watched
+            if w.statistics is not None and w.place.expert is None
+            for t in w.statistics.state
+        ]
 
-    @property
-    def is_graphable(self) -> bool:
-        """A forward pass neither synchronizes with the device nor samples rows."""
-        tallies = [w.statistics for w in self._watched if w.statistics is not None]
-        return self._moe is None and all(t.sample_rows is None for t in tallies)
+    @contextlib.contextmanager
+    def postponing(self) -> Iterator[list[PostponedObservation]]:
+        """Do nothing in a pass that waits for the device, so that it can be captured as a graph.
+
+        The list gets what is left to do, with the tensors that it needs: rows of experts, whose
+        counts the host has to know, and rows to sample. Each is for `add_observation` after the
+        pass, or after a replay, with the tensors of that.
+        """
+        postponed: list[PostponedObservation] = []
+        self._postponed = postponed
+        try:
+            yield postponed
+        finally:
+            self._postponed = None
+            if self._moe is not None:
+                self._moe.labels_R = None
+
+    def add_observation(self, observation: Observation, tensors: tuple[Tensor, ...]) -> None:
+        """Add what a pass has postponed."""
+        if observation.is_expert:
+            rows_RW, counts_E, labels_R = tensors
+            self._add_expert_rows(observation.watched, rows_RW, counts_E, labels_R)
+            return
+        x_TW, labels_T = tensors
+        for w in observation.watched:
+            self._add_postponed(w, x_TW, labels_T)
 
     def start(self, layer: int | None) -> None:
         """Start recording a layer (None: the head), and stop any other.
@@ -106,6 +146,7 @@ class ActivationRecorder:
     def set_batch(self, batch: Batch, *, first_sample: int = 0) -> None:
         """Announce the batch of the next pass, for its padding mask and row numbers in errors."""
         rows, tokens = batch.shape
+        self._has_padding = batch.valid_BS is not None
         samples_B1 = torch.arange(first_sample, first_sample + rows)[:, None]
         labels_BS = samples_B1.expand(rows, tokens).to(self.groups.device)
         if batch.valid_BS is not None:
@@ -224,6 +265,16 @@ class ActivationRecorder:
         labels_R = moe.labels_R
         if labels_R is None or (self._route_all and not moe.is_showing):
             return
+        if self._postponed is not None:
+            observation = Observation(watched=tuple(entries), is_expert=True)
+            self._postponed.append((observation, (rows_RW.detach(), counts_E, labels_R)))
+            return
+        self._add_expert_rows(entries, rows_RW, counts_E, labels_R)
+
+    def _add_expert_rows(
+        self, entries: Sequence[WatchedSite], rows_RW: Tensor, counts_E: Tensor, labels_R: Tensor
+    ) -> None:
+        """Add the rows of each expert, sorted by expert, to its sites."""
         counts, padded = counts_E.tolist(), self._is_padded(labels_R)
         parts, labels = torch.split(rows_RW, counts), torch.split(labels_R, counts)
         for w in entries:
@@ -241,6 +292,7 @@ class ActivationRecorder:
                 else None
             )
             statistics.add_labeled(x_TW, labels_T, full)
+            self._sample_site(w, statistics, x_TW, labels_T)
             return
         if padded:
             is_real_T = labels_T >= 0
@@ -255,6 +307,23 @@ class ActivationRecorder:
                 self.stop()
                 raise_nonfinite(w.site, sample)
             statistics.bad_row.fill_(min(sample, int(statistics.bad_row)))
+            return
+        self._sample_site(w, statistics, x_TW, labels_T)
+
+    def _sample_site(
+        self, w: WatchedSite, statistics: RunningStatistics, x_TW: Tensor, labels_T: Tensor
+    ) -> None:
+        """Sample rows of a site that has a sample, now or after the pass."""
+        if statistics.sample_rows is None:
+            return
+        if self._postponed is not None:
+            self._postponed.append((Observation(watched=(w,)), (x_TW.detach(), labels_T)))
+            return
+        self._add_postponed(w, x_TW, labels_T)
+
+    def _add_postponed(self, w: WatchedSite, x_TW: Tensor, labels_T: Tensor) -> None:
+        if w.statistics is not None:
+            w.statistics.sample_from(x_TW[labels_T >= 0] if self._has_padding else x_TW)
 
     def _is_padded(self, labels_T: Tensor) -> bool:
         """Return whether some rows are padding; looked at on a CPU only."""

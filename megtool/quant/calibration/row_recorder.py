@@ -12,7 +12,12 @@ from torch import Tensor
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.hook_locations import HookLocation
 from megtool.parallel.process_groups import Group
-from megtool.quant.calibration.recorder import ActivationRecorder, WatchedSite, raise_nonfinite
+from megtool.quant.calibration.recorder import (
+    ActivationRecorder,
+    Observation,
+    WatchedSite,
+    raise_nonfinite,
+)
 from megtool.quant.statistics.activation_sites import ActivationSite
 from megtool.quant.statistics.reduce import gather_site_columns
 from megtool.quant.statistics.running import RunningStatistics
@@ -45,17 +50,25 @@ class RowRecorder(ActivationRecorder):
         self._bad: dict[str, int] = {}
 
     @property
-    def is_graphable(self) -> bool:
-        """Rows are read outside of the layer."""
-        return False
+    def state(self) -> list[Tensor]:
+        """Nothing: rows are read after a pass."""
+        return []
 
     def _make_statistics(self, site: ActivationSite, place: HookLocation) -> RunningStatistics:
         return RunningStatistics(1, self.groups.device)  # marks that this rank sees the site
 
     def _is_padded(self, labels_T: Tensor) -> bool:
+        if self._postponed is not None:
+            return False
         return bool((labels_T < 0).any())  # left out at once, also on a GPU
 
+    def _add_postponed(self, w: WatchedSite, x_TW: Tensor, labels_T: Tensor) -> None:
+        self._add_rows(w, x_TW, labels_T, self._is_padded(labels_T))
+
     def _add_rows(self, w: WatchedSite, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
+        if self._postponed is not None:
+            self._postponed.append((Observation(watched=(w,)), (x_TW.detach(), labels_T)))
+            return
         if padded:
             is_real_T = labels_T >= 0
             x_TW, labels_T = x_TW[is_real_T], labels_T[is_real_T]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,8 @@ from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 LayerResult = tuple[dict[str, ActivationStatistics], QParams]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +110,9 @@ class CalibrationRun:
             for stream in (activations, *more):
                 stream.close()
             layers.close()
+        if self.ranks.groups.rank == 0:
+            for line in layers.graph_use.lines():
+                _LOG.info("%s", line)
         return self._gather_results()
 
     def sites_of(self, unit: int) -> list[ActivationSite]:
@@ -330,17 +336,11 @@ class _UnitRunner:
         self, unit: int, recorder: ActivationRecorder | None, *, stores_output: bool
     ) -> None:
         """Run a layer over all micro-batches, with a recorder or fake-quantized."""
-        state = [] if recorder is None else recorder.state
-        graphable = recorder is not None and recorder.is_graphable
-        replayed = self.layers.capture_layer(unit, state, graphable=graphable)
+        run = self.layers.start_layer(unit, recorder)
         for number, micro_batch in enumerate(self.layers.micro_batches):
             if recorder is not None:
                 recorder.set_batch(mask_uncounted(micro_batch), first_sample=micro_batch.first_row)
-            x_TH = self.activations.get(number)
-            if replayed is not None:
-                y_TH = replayed(number, x_TH)
-            else:
-                y_TH = self.layers.run(unit, number, x_TH)
+            y_TH = run(number, self.activations.get(number))
             self._check_finite(unit, micro_batch, y_TH)
             if recorder is not None:
                 recorder.end_batch()
@@ -356,8 +356,9 @@ class _UnitRunner:
     ) -> QParams:
         """Run the unquantized layer, and learn the rounding of the quantized one from it."""
         self._begin(unit + 1, unquantized)
+        run = self.layers.start_layer(unit, None)
         for number in range(len(self.layers.micro_batches)):
-            unquantized.put(number, self.layers.run(unit, number, unquantized.get(number)))
+            unquantized.put(number, run(number, unquantized.get(number)))
         self._end(unit + 1, unquantized)
         configs = {
             m: resolve_algorithm(self.run.recipe, params.format)

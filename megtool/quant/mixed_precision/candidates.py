@@ -169,17 +169,18 @@ class CandidateSurvey:
                 with self.ranks.raise_together():
                     recorder.start(layer)
                     states.begin(self._input_file_to_write(number + 1))
+                    run = None if layer is None else layers.start_layer(layer, recorder)
                     for i, micro_batch in enumerate(layers.micro_batches):
                         recorder.set_batch(
                             mask_uncounted(micro_batch), first_sample=micro_batch.first_row
                         )
                         x_TH = states.get(i)
-                        if layer is None:
+                        if run is None:
                             with torch.inference_mode():
                                 self.decoder.logits(self.decoder.finish(x_TH))
                                 states.put(i, x_TH)
                             continue
-                        states.put(i, layers.run(layer, i, x_TH))
+                        states.put(i, run(i, x_TH))
                         passes(CALIBRATION_PASS_COST * passes.of(micro_batch.num_tokens))
                     states.end(self._input_file_to_write(number + 1))
                     statistics = recorder.collect()

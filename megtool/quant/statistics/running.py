@@ -28,8 +28,9 @@ class RunningStatistics:
     are split over ranks. With `normalize_tokens`, each row's contribution to the Gram matrix is
     divided by its norm: a few tokens have inputs a thousand times as large as all others and would
     dominate the sums. On a CPU, non-finite rows are reported at once and not added. Elsewhere
-    nothing synchronizes with the device (unless `keep_sample`), so calls can be captured in a CUDA
-    graph (`state` is what they change), and `bad_row` holds the smallest label of a non-finite row.
+    nothing synchronizes with the device, so calls of `add_labeled` can be captured in a CUDA graph
+    (`state` is what they change), and `bad_row` holds the smallest label of a non-finite row.
+    With `keep_sample` rows are also given to `sample_from`, which is no part of a graph.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class RunningStatistics:
         self.counts[0] += counts
         self.num_tokens += x_TW.shape[0]
         self._multiply(x_TW, full_TV)
-        self._sample(x_TW)
         return None
 
     def add_labeled(self, x_TW: Tensor, labels_T: Tensor, full_TV: Tensor | None = None) -> None:
@@ -111,8 +111,6 @@ class RunningStatistics:
         if full_TV is not None:
             full_TV = full_TV.float().masked_fill(~is_real_T.unsqueeze(1), 0.0)
         self._multiply(x_TW, full_TV)
-        if self.sample_rows is not None:
-            self._sample(x_TW[is_real_T])
 
     def _multiply(self, x_TW: Tensor, full_TV: Tensor | None) -> None:
         if self.gram is not None:
@@ -122,13 +120,16 @@ class RunningStatistics:
                 x_TW = x_TW / full.norm(dim=1, keepdim=True).clamp_(min=_TINY)
             self.gram.addmm_(x_TW.T, full)
 
-    def _sample(self, x_TW: Tensor) -> None:
-        """Keep every n-th row; n doubles when there are too many."""
+    def sample_from(self, x_TW: Tensor) -> None:
+        """Keep every n-th of the rows that are added; n doubles when there are too many.
+
+        Rows are finite and without padding. Does nothing without `keep_sample`.
+        """
         if self.sample_rows is None:
             return
         start = -self._num_rows % self._stride
         self._num_rows += x_TW.shape[0]
-        self.sample_rows.append(x_TW[start :: self._stride].float().clone())
+        self.sample_rows.append(x_TW.detach()[start :: self._stride].float().clone())
         while sum(len(r) for r in self.sample_rows) > MAX_SAMPLE_ROWS:
             self.sample_rows = [torch.cat(self.sample_rows)[::2].clone()]
             self._stride *= 2

@@ -392,15 +392,50 @@ def test_pieces_hold_every_row_once(llama: Path) -> None:
     assert sum(observed) == whole.numel()
 
 
-def test_layers_may_be_recorded_as_graphs(llama: Path) -> None:
+@pytest.mark.parametrize("recipe", ["fp8", "int8_sq"])
+@pytest.mark.parametrize("model", ["llama", "mixture"])
+def test_layers_may_be_recorded_as_graphs(
+    model: str, recipe: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
     """By the rehearsal, which checks what a graph may do, and replays nothing else."""
-    made = case(llama, batches=tokens(128, rows=1, count=9, width=8))
+    batches = tokens(128, rows=1, count=9, width=8)
+    cut = torch.arange(8) >= 3
+    batches += [
+        replace(b, documents_BS=cut.long()[None], positions_BS=(torch.arange(8) - 3 * cut)[None])
+        for b in batches
+    ]
+    made = case(request.getfixturevalue(model), recipe, batches=batches)
     wanted = made.run(stream_layers=False)
-    with check_graphs():
+    with check_graphs(), caplog.at_level("INFO", logger="megtool"):
         found = made.run(stream_layers=False)
+    assert found.statistics.keys() == wanted.statistics.keys()
     for name, s in wanted.statistics.items():
         assert found.statistics[name].num_tokens == s.num_tokens
         np.testing.assert_allclose(found.statistics[name].amax, s.amax, rtol=1e-6)
+    assert "CUDA graphs: 72 of 88 layer runs were replays (82%)" in caplog.messages
+    assert "16 without: runs to capture the graphs" in caplog.messages
+
+
+def test_why_layers_are_not_graphs(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = case(llama, batches=tokens(128, rows=1, count=3, width=8))
+    with check_graphs(), caplog.at_level("INFO", logger="megtool"):
+        made.run()
+    assert caplog.messages == [
+        "CUDA graphs: 0 of 12 layer runs were replays (0%)",
+        "12 without: fewer than 8 micro-batches of the same shape",
+    ]
+
+
+@pytest.mark.slow
+def test_experts_that_tokens_choose_see_those_of_each_batch(tmp_path: Path) -> None:
+    """The first layer of DeepSeek-V4 looks its experts up in a table by the token."""
+    pytest.importorskip("transformers")
+    folder = family_models.save("deepseek_v4", tmp_path / "model", **family_models.SHORT_V4)
+    batches = tokens(200, count=2, width=16)
+    name = "layers.0.mlp.experts.0.fc1"
+    alone = [case(folder, batches=[b]).run().statistics[name].num_tokens for b in batches]
+    assert alone[0] != alone[1]
+    assert case(folder, batches=batches).run().statistics[name].num_tokens == sum(alone)
 
 
 def test_another_recipe_is_settled_without_data(llama: Path) -> None:

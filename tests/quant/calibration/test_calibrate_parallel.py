@@ -12,7 +12,7 @@ from megtool.errors import CalibrationError
 from megtool.options.layout import ParallelConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.calibration_file import CalibrationFile
-from megtool.quant.calibration.layer_runner import GraphedLayer
+from megtool.quant.calibration.graphed_layer import GraphedLayer
 from megtool.quant.statistics.site_statistics import ActivationStatistics
 from tests.support.emulated.graph_rules import check_graphs
 from tests.support.models import family_models
@@ -78,9 +78,9 @@ def on_rank_with_graphs(
 
     def count(self: GraphedLayer, *args: Any) -> Any:
         nonlocal replays
-        before = self._layers.num_replays
+        before = self._use.num_replays
         out = call(self, *args)
-        replays += self._layers.num_replays - before
+        replays += self._use.num_replays - before
         return out
 
     GraphedLayer.__call__ = count  # type: ignore[method-assign]

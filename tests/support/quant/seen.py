@@ -24,6 +24,8 @@ def statistics_of(
         width, torch.device("cpu"), gram_width=width if gram else 0, keep_sample=sample
     )
     for x in parts:
-        assert tally.add(torch.from_numpy(np.ascontiguousarray(x, np.float32))) is None
+        rows = torch.from_numpy(np.ascontiguousarray(x, np.float32))
+        assert tally.add(rows) is None
+        tally.sample_from(rows)
     place = HookLocation(module=torch.nn.Identity())
     return reduce_statistics(tally, place, width, ProcessGroups.alone(), gram=gram, sample=sample)
