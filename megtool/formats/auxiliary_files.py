@@ -9,11 +9,9 @@ from megtool.errors import FormatError
 from megtool.formats.header_reader import list_names, stays_inside
 from megtool.pickles.small_files import PICKLE_SUFFIXES, is_pickle_file
 from megtool.storage.files import Files, is_regular_file
+from megtool.storage.stores.json_size import MAX_PARSED_BYTES, estimate_parsed_bytes
 
 MAX_AUXILIARY_BYTES = 64 << 20
-MAX_JSON_VALUES = 16 << 20
-"""The vocabularies with the most entries and merges have about 3 million values."""
-
 _JSON_HINT = "no tokenizer or configuration is as large: fetch the file again"
 MODELOPT_FOLDER = "modelopt_state"
 """A nested checkpoint in which ModelOpt stores its changes to the model."""
@@ -118,15 +116,13 @@ def check_json_size(data: bytes | int, file: str | Path) -> None:
             file=file,
             hint=_JSON_HINT,
         )
-    if isinstance(data, bytes) and size > MAX_JSON_VALUES:
-        values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
-        if values > MAX_JSON_VALUES:
-            raise FormatError(
-                f"the JSON has about {values:,} values, more than the {MAX_JSON_VALUES:,} that are "
-                "read",
-                file=file,
-                hint=_JSON_HINT,
-            )
+    if isinstance(data, bytes) and (parsed := estimate_parsed_bytes(data)) > MAX_PARSED_BYTES:
+        raise FormatError(
+            f"the values of the JSON take about {parsed >> 20:,} MiB, more than the "
+            f"{MAX_PARSED_BYTES >> 20} that are allowed",
+            file=file,
+            hint=_JSON_HINT,
+        )
 
 
 def has_pickles(name: str) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from megtool.errors import FormatError
 from megtool.storage.files import Files
+from megtool.storage.location.path import resolve_links
+from megtool.storage.stores.json_size import MAX_PARSED_BYTES, estimate_parsed_bytes
 
 _FILES = Files()
 _PLAIN_HINT = "file names in a checkpoint must be plain names inside its folder"
@@ -72,11 +74,14 @@ def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None =
     """The value of a JSON text, read strictly; `hook` turns each object's pairs into its value.
 
     Rejected, although many readers accept them: duplicate keys, NaN and Infinity, a byte order
-    mark, text that is not UTF-8, escapes of lone surrogates, nesting too deep for the stack.
+    mark, text that is not UTF-8, escapes of lone surrogates, nesting too deep for the stack, and
+    values that would take more memory than `MAX_PARSED_BYTES`.
 
     Raises:
         FormatError: the text is not JSON, or one of the above.
     """
+    if hook is None and estimate_parsed_bytes(data) > MAX_PARSED_BYTES:
+        raise FormatError("the JSON has too many values", file=path, hint=DAMAGED)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -166,8 +171,8 @@ def stays_inside(folder: Path, name: str) -> bool:
     `snapshots/REVISION/` holds links into `blobs/` next to `snapshots/`. Any other link that leaves
     the folder is not.
     """
-    home = folder.resolve()
-    full = (home / name).resolve()
+    home = resolve_links(folder)
+    full = resolve_links(home / name)
     if full.is_relative_to(home):
         return True
     cache = home.parent.parent

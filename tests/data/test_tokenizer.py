@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 from megtool.commands.demo import demo_weights
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MappingError, MissingPackageError
-from megtool.formats.auxiliary_files import MAX_AUXILIARY_BYTES, MAX_JSON_VALUES
+from megtool.formats.auxiliary_files import MAX_AUXILIARY_BYTES
 from megtool.source.find_tokenizer import find_tokenizer
+from megtool.storage.stores.json_size import MAX_PARSED_BYTES
 from tests.support.errors import raises
 from tests.support.models import tiny_tokenizer
 
@@ -67,7 +68,7 @@ def test_files_that_would_take_gigabytes_are_not_parsed(
         file.truncate(MAX_AUXILIARY_BYTES + 1)
     with raises(FormatError, "bytes", file=root / name, hint=True):
         Tokenizer.from_folder(root)
-    (root / name).write_bytes(b"[" + b"[]," * (MAX_JSON_VALUES // 2 + 1) + b"[]]")
+    (root / name).write_bytes(b"[" + b"[]," * (MAX_PARSED_BYTES // 88 + 1) + b"[]]")
     with raises(FormatError, "values", file=root / name, hint=True):
         Tokenizer.from_folder(root)
 

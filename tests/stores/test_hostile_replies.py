@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import resource
 import time
@@ -29,6 +30,10 @@ class _Handler(LoopbackHandler):
             self.send(*answer)
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        self.read_body()
+        self.do_GET()
 
 
 class Hostile(LoopbackService):
@@ -77,7 +82,7 @@ def test_a_body_without_end_is_not_read(status: int) -> None:
 
 
 def test_a_compressed_body_is_bounded_and_a_small_one_is_read() -> None:
-    bomb = gzip.compress(bytes(256 << 20), 9)
+    bomb = gzip.compress(bytes(16 << 20)) * 16
     small = gzip.compress(b"[]")
 
     def answer(handler: LoopbackHandler) -> Any:
@@ -346,3 +351,127 @@ def _page(items: str, more: str = "<IsTruncated>false</IsTruncated>") -> bytes:
     space = "http://s3.amazonaws.com/doc/2006-03-01/"
     root = "ListBucketResult"
     return f'<?xml version="1.0"?><{root} xmlns="{space}">{more}{items}</{root}>'.encode()
+
+
+# ---- through the packages of others
+
+
+@pytest.fixture
+def azure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A store of Azure at an endpoint."""
+    pytest.importorskip("azure.storage.blob", reason="azure-storage-blob is not installed")
+    from megtool.storage.stores.azure import AzureStore
+
+    def connect(server: Hostile) -> AzureStore:
+        text = f"AccountName=a;AccountKey=YQ==;BlobEndpoint={server.endpoint}/a;"
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+        store = AzureStore("az://box")
+        store._container._config.retry_policy.total_retries = 0
+        return store
+
+    return connect
+
+
+def test_a_listing_of_azure_is_bounded(azure: Any) -> None:
+    bomb = gzip.compress(bytes(16 << 20)) * 16
+
+    def answer(handler: LoopbackHandler) -> Any:
+        if "endless" in handler.path:
+            return send_without_end(handler, 200)
+        return 200, {"Content-Type": "application/xml", "Content-Encoding": "gzip"}, bomb
+
+    before = peak_mib()
+    with Hostile(answer) as server:
+        for prefix in ("endless", "compressed"):
+            with pytest.raises(StorageError):
+                azure(server).list(prefix)
+    assert peak_mib() - before < 200
+
+
+@pytest.mark.parametrize("headers", [{"Content-Range": "bytes 0-9/10"}, {}])
+def test_a_range_of_azure_is_bounded(azure: Any, headers: dict[str, str]) -> None:
+    def answer(handler: LoopbackHandler) -> None:
+        handler.send_response(206)
+        for name, value in {**headers, "ETag": '"1"', "Connection": "close"}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.close_connection = True
+        with contextlib.suppress(OSError):
+            for _ in range(10_000):
+                handler.wfile.write(b"x" * 65536)
+
+    before = peak_mib()
+    with Hostile(answer) as server, pytest.raises(StorageError):
+        azure(server).read("key", 0, 10)
+    assert peak_mib() - before < 100
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A store of the Hub at an endpoint."""
+    constants = pytest.importorskip(
+        "huggingface_hub.constants", reason="huggingface_hub is missing"
+    )
+    from megtool.storage.stores.hub import HubStore
+
+    def connect(server: Hostile) -> HubStore:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        return HubStore("hf://org/model")
+
+    return connect
+
+
+def _as_hub(answer: Any) -> Any:
+    """A server that knows the commit, and answers anything else by `answer`."""
+
+    def reply(handler: LoopbackHandler) -> Any:
+        if "/tree/" in handler.path or "paths-info" in handler.path:
+            return answer(handler)
+        return 200, {}, b'{"id": "org/model", "sha": "0123456789abcdef"}'
+
+    return reply
+
+
+HUB_ANSWERS = {
+    "without end": lambda h: send_without_end(h, 200),
+    "no JSON": lambda _: (200, {}, b"<html>"),
+    "no list": lambda _: (200, {}, b'{"a": 1}'),
+    "deep": lambda _: (200, {}, b"[" * 500_000),
+    "many values": lambda _: (200, {}, b"[" + b"[]," * 9_000_000 + b"[]]"),
+    "no objects": lambda _: (200, {}, b"[1, null]"),
+    "no size": lambda _: (200, {}, b'[{"type": "file", "path": "a", "oid": "x"}]'),
+    "a size of text": lambda _: (
+        200, {}, b'[{"type": "file", "path": "a", "oid": "x", "size": "NaN"}]'
+    ),
+    "the same page": lambda _: (200, {"Link": '</x/tree/y>; rel="next"'}, b"[]"),
+    "another host": lambda _: (200, {"Link": '<http://localhost:1/tree>; rel="next"'}, b"[]"),
+    "not found": lambda _: (418, {}, b"x" * 100_000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HUB_ANSWERS)
+def test_a_listing_of_the_hub_is_bounded(hub: Any, kind: str) -> None:
+    before = peak_mib()
+    with Hostile(_as_hub(HUB_ANSWERS[kind])) as server:
+        with pytest.raises(StorageError) as caught:
+            hub(server).list("")
+        assert "hf_secret" not in str(caught.value)
+        assert len(server.requests) < 5
+    assert peak_mib() - before < 200
+
+
+def test_a_repository_with_a_new_name_is_followed(hub: Any) -> None:
+    def answer(handler: LoopbackHandler) -> Any:
+        if handler.path.startswith("/api/models/org/model"):
+            return 307, {"Location": handler.path.replace("org/model", "new/name")}, b""
+        if "/revision/" in handler.path or handler.path.endswith("/name"):
+            return 200, {}, b'{"id": "new/name", "sha": "0123456789abcdef"}'
+        entry = b'[{"type": "file", "path": "a", "oid": "x", "size": 3}]'
+        return 200, {}, entry if "/new/name/" in handler.path else b"[]"
+
+    with Hostile(answer) as server:
+        store = hub(server)
+        assert store.head("a") is not None
+        assert [i.key for i in store.list("").objects] == ["a"]

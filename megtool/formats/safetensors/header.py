@@ -19,6 +19,7 @@ from megtool.formats.header_reader import (
     short_repr,
     unique_keys,
 )
+from megtool.storage.stores.json_size import MAX_PARSED_BYTES, estimate_parsed_bytes
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -72,6 +73,9 @@ def read_header(path: Path, size: int) -> SafetensorsHeader:
     text = read_exact(path, 8, length)
     if text[:1] != b"{":
         raise FormatError(f"the header begins with {text[:1]!r}, not '{{'", file=path, hint=DAMAGED)
+    parsed = estimate_parsed_bytes(text)
+    if parsed > MAX_PARSED_BYTES and text.count(b"[") > 2 * text.count(b'"dtype"'):
+        raise FormatError("the header has too many lists", file=path, hint=DAMAGED)
     return _check_header(parse_json(text, path, hook=_entry_or_dict), path, 8 + length, size)
 
 

@@ -109,6 +109,14 @@ def choose_by_latency(path: Path, local: T, remote: T) -> T:
     return remote if is_remote(path) else local
 
 
+def resolve_links(path: Path) -> Path:
+    """Return the absolute path without links; a link in a loop stays as it is.
+
+    `Path.resolve` raises a `RuntimeError` for such a link before Python 3.13.
+    """
+    return path if isinstance(path, StorePath) else Path(os.path.realpath(path))
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and those above it, if they are missing; a store has none.
 

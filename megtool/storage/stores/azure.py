@@ -24,7 +24,15 @@ from megtool.storage.stores.protocol import (
     UploadedPart,
     truncated,
 )
-from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
+from megtool.storage.stores.reply_limits import (
+    ListingLimit,
+    OversizeReplyError,
+    make_bounded_session,
+    odd_reply,
+    refuse_oversize,
+    to_size,
+    to_text,
+)
 from megtool.storage.stores.schemes import missing_package
 
 T = TypeVar("T")
@@ -65,6 +73,8 @@ class AzureStore(BucketUrl):
             return call(*arguments, **named)
         except AzureError as e:
             self._raise(e, key)
+        except OversizeReplyError as e:
+            raise refuse_oversize(e, self._place(key)) from None
         except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as e:
             raise odd_reply(self._place(key), str(e)[:200] or type(e).__name__) from e
 
@@ -149,17 +159,22 @@ class AzureStore(BucketUrl):
         """See `Store.read`."""
         if num_bytes == 0:
             return memoryview(b"")
-        from azure.core.exceptions import AzureError
+        from azure.core.exceptions import HttpResponseError
 
         blob = self._container.get_blob_client(key)
-        try:
-            data = blob.download_blob(
-                offset, num_bytes, max_concurrency=1, **_condition(version)
-            ).readall()
-        except AzureError as e:
-            if getattr(e, "status_code", None) == 416:
-                raise self._truncated(key, offset + num_bytes) from None
-            self._raise(e, key)
+
+        def download() -> bytes:
+            try:
+                data: bytes = blob.download_blob(
+                    offset, num_bytes, max_concurrency=1, **_condition(version)
+                ).readall()
+            except HttpResponseError as e:
+                if e.status_code == 416:
+                    raise self._truncated(key, offset + num_bytes) from None
+                raise
+            return data
+
+        data = self._call(key, download)
         if len(data) != num_bytes:
             raise self._truncated(key, offset + num_bytes)
         return memoryview(data)
@@ -332,10 +347,12 @@ def _service(url: str) -> Any:
         StorageError: the environment names no account.
     """
     try:
+        from azure.core.pipeline.transport import RequestsTransport
         from azure.storage.blob import BlobServiceClient
     except ImportError as e:
         raise missing_package("azure-storage-blob", url) from e
     settings: dict[str, Any] = {
+        "transport": RequestsTransport(session=make_bounded_session(), session_owner=False),
         "retry_total": 7,
         "connection_timeout": SEND_TIMEOUT,
         "read_timeout": 120,

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from megtool.errors import FormatError, StorageError
+from megtool.storage.stores.json_size import MAX_PARSED_BYTES, estimate_parsed_bytes
 from megtool.storage.stores.protocol import (
     SEND_TIMEOUT,
     ConditionError,
@@ -23,6 +24,7 @@ from megtool.storage.stores.reply_limits import (
     SlowReplyError,
     paced_pools,
     read_body,
+    refuse_oversize,
 )
 from megtool.storage.stores.retries import ATTEMPTS, CONNECTIONS, pause
 from megtool.storage.stores.schemes import missing_package
@@ -51,9 +53,11 @@ class HttpReply:
     url: str
 
     def json(self) -> Any:
-        """The body as JSON; an empty object if it is none, or nested without measure."""
+        """The body as JSON; an empty object if it is none, or nested or large without measure."""
         import json
 
+        if estimate_parsed_bytes(self.body) > MAX_PARSED_BYTES:
+            return {}
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -116,7 +120,7 @@ class HttpClient:
                 with self._request(method, url, headers, params, data) as response:
                     reply = _to_reply(response, _read_body(response))
             except OversizeReplyError as e:
-                raise _oversize(e, place) from None
+                raise refuse_oversize(e, place) from None
             except self._passing as e:
                 is_late = time.monotonic() - start > _PATIENCE
                 if is_last or is_late or not is_repeatable or not self._is_passing(e):
@@ -174,7 +178,7 @@ class HttpClient:
                     else:
                         raise error_of(reply, place, stop)
             except OversizeReplyError as e:
-                raise _oversize(e, place) from None
+                raise refuse_oversize(e, place) from None
             except self._passing as e:
                 if isinstance(e, self._errors.RequestException) and not self._is_passing(e):
                     raise self._unreachable(e, place) from None
@@ -215,7 +219,7 @@ class HttpClient:
                 return response
             response.close()
             before, url, params = response.url, urljoin(response.url, target), None
-            if _origin(url) != _origin(before):
+            if origin_of(url) != origin_of(before):
                 credentials = {}
         raise self._errors.TooManyRedirects(f"more than {_MAX_REDIRECTS} redirects")
 
@@ -319,15 +323,8 @@ def _read_body(response: Any) -> bytes:
         return b""
 
 
-def _oversize(error: OversizeReplyError, place: str) -> StorageError:
-    return StorageError(
-        f"the server's reply is not read: {error}",
-        file=place,
-        hint="check the address: something else than a store of files may answer there",
-    )
-
-
-def _origin(url: str) -> tuple[str, str, int | None]:
+def origin_of(url: str) -> tuple[str, str, int | None]:
+    """Return scheme, host and port of a URL: what credentials are for."""
     parts = urlsplit(url)
     try:
         port = parts.port

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
-from urllib.parse import unquote, urlsplit
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 
 from megtool.errors import StorageError, UsageError
-from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of
+from megtool.storage.stores.http_client import HttpClient, HttpReply, error_of, origin_of
 from megtool.storage.stores.protocol import (
     BucketMissingError,
     ConditionError,
@@ -24,11 +23,11 @@ from megtool.storage.stores.read_only import ReadOnlyStore
 from megtool.storage.stores.reply_limits import ListingLimit, odd_reply, to_size, to_text
 from megtool.storage.stores.schemes import missing_package
 
-T = TypeVar("T")
-
 _ADDRESS_SECONDS = 300
 """How long the address in a content delivery network to which the Hub led is used again."""
 
+_MAX_PAGES = 10_000
+_FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 _TOKEN_HINT = "`hf auth login`, or HF_TOKEN with a token that may read the repository"
 
 
@@ -36,14 +35,19 @@ class HubStore(ReadOnlyStore):
     """See `Store`; `url` is `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`.
 
     The revision is resolved to a commit once, so files cannot change while they are read. Tokens,
-    the endpoint (HF_ENDPOINT) and offline mode are those of `huggingface_hub`.
+    the endpoint (HF_ENDPOINT) and offline mode are those of `huggingface_hub`; requests are sent
+    by `HttpClient`, because the replies that `HfApi` reads have no limits.
     """
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         try:
-            from huggingface_hub import HfApi
-            from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+            from huggingface_hub import constants
+            from huggingface_hub.errors import HFValidationError
+            from huggingface_hub.utils import (  # type: ignore[attr-defined]
+                build_hf_headers,
+                validate_repo_id,
+            )
         except ImportError as e:
             raise missing_package("huggingface_hub", url) from e
         name, _, revision = url.removeprefix("hf://").partition("@")
@@ -51,9 +55,16 @@ class HubStore(ReadOnlyStore):
             raise UsageError(
                 "only repositories of models are read", file=url, hint="hf://ORG/NAME[@REVISION]"
             )
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            raise UsageError(
+                "this is not a name of a repository", file=url, hint="hf://ORG/NAME[@REVISION]"
+            ) from None
         self._repository = name
         self._revision = unquote(revision) or None
-        self._api: Any = HfApi(library_name="megtool")
+        self._constants: Any = constants
+        self._endpoint = str(constants.ENDPOINT).rstrip("/")
         self._headers: Callable[[], Mapping[str, str]] = lambda: {
             **build_hf_headers(library_name="megtool"),
             "Accept-Encoding": "identity",
@@ -67,40 +78,26 @@ class HubStore(ReadOnlyStore):
 
     # ---- errors
 
-    def _call(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call the Hub's client; its errors become megtool's."""
-        import huggingface_hub.errors as x
+    def _ask(self, path: str, key: str = "", form: Mapping[str, Any] | None = None) -> HttpReply:
+        """Send a request to the API, whose answers are bounded; `form` makes it a POST.
 
-        try:
-            return call(*arguments, **named)
-        except (x.HfHubHTTPError, x.OfflineModeIsEnabled, x.HFValidationError) as e:
-            self._raise(e, key)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
-            raise odd_reply(self._place(key), str(e)[:200] or type(e).__name__) from None
-        except _network_errors() as e:
-            raise StorageError(
-                f"the Hub cannot be reached ({type(e).__name__})",
-                file=self._place(key),
-                hint="check the network, HTTPS_PROXY and HF_ENDPOINT",
-            ) from None
-
-    def _raise(self, error: Exception, key: str) -> NoReturn:
-        import huggingface_hub.errors as x
-
+        Raises:
+            StorageError: the Hub refuses, cannot be reached, or HF_HUB_OFFLINE is set.
+        """
         place = self._place(key)
-        if isinstance(error, x.OfflineModeIsEnabled):
+        if self._constants.HF_HUB_OFFLINE:
             raise StorageError(
                 "the Hub is not asked: HF_HUB_OFFLINE is set", file=place, hint="unset it"
-            ) from None
-        if isinstance(error, x.HFValidationError):
-            raise UsageError(
-                "this is not a name of a repository", file=place, hint="hf://ORG/NAME[@REVISION]"
-            ) from None
-        response = getattr(error, "response", None)
-        if response is None:
-            raise StorageError("the Hub failed", file=place) from None
-        reply = HttpReply(status=response.status_code, headers=response.headers, body=b"", url="")
-        raise self._error_of(reply, place) from None
+            )
+        url = urljoin(f"{self._endpoint}/", path)
+        if form is None:
+            reply = self._client.send("GET", url, place)
+        else:
+            data = urlencode(form, doseq=True).encode()
+            reply = self._client.send("POST", url, place, headers=_FORM, data=data)
+        if reply.status != 200:
+            raise self._error_of(reply, place)
+        return reply
 
     def _error_of(self, reply: HttpReply, place: str, stop: int = 0) -> Exception:
         code = reply.headers.get("X-Error-Code", "")
@@ -141,19 +138,42 @@ class HubStore(ReadOnlyStore):
         """
         with self._lock:
             if not self._commit:
-                info = self._call(
-                    "", self._api.repo_info, self._repository, revision=self._revision
-                )
-                if re.fullmatch(r"[0-9a-fA-F]{6,64}", str(info.sha)) is None:
-                    raise odd_reply(self.url, f"the commit is {str(info.sha)[:40]!r}")
-                self._commit = str(info.sha)
+                suffix = f"/revision/{quote(self._revision, safe='')}" if self._revision else ""
+                reply = self._ask(f"api/models/{self._repository}{suffix}")
+                info = reply.json()
+                commit = info.get("sha") if isinstance(info, dict) else None
+                if re.fullmatch(r"[0-9a-fA-F]{6,64}", str(commit)) is None:
+                    raise odd_reply(self.url, f"the commit is {str(commit)[:40]!r}")
+                name = str(info.get("id"))
+                if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+                    self._repository = name  # after a redirect it has another one
+                self._commit = str(commit)
             return self._commit
 
-    def _to_info(self, entry: Any) -> ObjectInfo:
-        version = entry.lfs.sha256 if getattr(entry, "lfs", None) else entry.blob_id
+    def _pages(self, path: str, prefix: str) -> Iterator[list[Mapping[str, Any]]]:
+        """The pages of a listing, each of entries of the API."""
+        limit = ListingLimit(self._place(prefix))
+        for _ in range(_MAX_PAGES):
+            reply = self._ask(path, prefix)
+            page = reply.json()
+            if not isinstance(page, list) or not all(isinstance(e, dict) for e in page):
+                raise odd_reply(self._place(prefix), "a page of a listing is no list")
+            following = _find_next(reply.headers.get("Link", ""))
+            limit.add(len(page), following)
+            yield page
+            if following is None:
+                return
+            path = urljoin(reply.url, following)
+            if origin_of(path) != origin_of(self._endpoint):
+                raise odd_reply(self._place(prefix), "the next page is on another host")
+        raise odd_reply(self._place(prefix), "the listing has too many pages")
+
+    def _to_info(self, entry: Mapping[str, Any]) -> ObjectInfo:
+        lfs = entry.get("lfs")
+        version = lfs.get("oid") if isinstance(lfs, dict) else entry.get("oid")
         info = ObjectInfo(
-            key=to_text(entry.path, "path", self.url),
-            size=to_size(entry.size, self.url),
+            key=to_text(entry.get("path"), "path", self.url),
+            size=to_size(entry.get("size"), self.url),
             version=f'"{to_text(version, "digest", self.url, max_length=256)}"',
         )
         self._infos[info.key] = info
@@ -166,32 +186,38 @@ class HubStore(ReadOnlyStore):
         known = self._infos.get(key)
         if known is not None:
             return known
-        entries = self._call(
-            key, self._api.get_paths_info, self._repository, [key], revision=self.commit
-        )
-        files = [e for e in entries if e.path == key and hasattr(e, "size")]
-        return self._to_info(files[0]) if files else None
+        commit = self.commit
+        form = {"paths": [key], "expand": False}
+        reply = self._ask(f"api/models/{self._repository}/paths-info/{commit}", key, form)
+        entries = reply.json()
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and entry.get("path") == key:
+                return self._to_info(entry) if entry.get("type") == "file" else None
+        if entries != []:
+            raise odd_reply(self._place(key), "the answer is not about the file")
+        return None
 
     def list(self, prefix: str, *, recursive: bool = False, most: int | None = None) -> Listing:
         """See `Store.list`."""
         objects: list[ObjectInfo] = []
         prefixes: list[str] = []
-        limit = ListingLimit(self._place(prefix))
+        commit = self.commit
+        folder = f"/{quote(prefix, safe='')}" if prefix else ""
+        path = f"api/models/{self._repository}/tree/{commit}{folder}"
+        path += f"?recursive={recursive}&expand=False"
 
         def collect() -> None:
-            for entry in self._api.list_repo_tree(
-                self._repository, prefix or None, recursive=recursive, revision=self.commit
-            ):
-                limit.add(1)
-                if hasattr(entry, "size"):
-                    objects.append(self._to_info(entry))
-                elif not recursive:
-                    prefixes.append(entry.path)
-                if most is not None and len(objects) + len(prefixes) >= most:
-                    return
+            for page in self._pages(path, prefix):
+                for entry in page:
+                    if entry.get("type") == "file":
+                        objects.append(self._to_info(entry))
+                    elif not recursive:
+                        prefixes.append(to_text(entry.get("path"), "path", self.url))
+                    if most is not None and len(objects) + len(prefixes) >= most:
+                        return
 
         try:
-            self._call(prefix, collect)
+            collect()
         except BucketMissingError:
             raise
         except ObjectMissingError:
@@ -227,11 +253,7 @@ class HubStore(ReadOnlyStore):
     def _resolve_url(self, key: str) -> str:
         from huggingface_hub import hf_hub_url
 
-        return str(
-            hf_hub_url(
-                self._repository, key, revision=self.commit, endpoint=str(self._api.endpoint)
-            )
-        )
+        return str(hf_hub_url(self._repository, key, revision=self.commit, endpoint=self._endpoint))
 
     def _address(self, key: str) -> str | None:
         with self._lock:
@@ -241,7 +263,7 @@ class HubStore(ReadOnlyStore):
     def _check(self, key: str, reply: HttpReply, stop: int) -> None:
         """Note where the Hub led, and raise what it says in headers of its own."""
         if reply.status in (200, 206):
-            if urlsplit(reply.url).netloc != urlsplit(str(self._api.endpoint)).netloc:
+            if urlsplit(reply.url).netloc != urlsplit(self._endpoint).netloc:
                 with self._lock:
                     until = time.monotonic() + _ADDRESS_SECONDS
                     self._addresses[key] = reply.url, until
@@ -249,11 +271,10 @@ class HubStore(ReadOnlyStore):
             raise self._error_of(reply, self._place(key), stop)
 
 
-def _network_errors() -> tuple[type[Exception], ...]:
-    """Those of the HTTP library beneath, which differs between versions of huggingface_hub."""
-    modules = (sys.modules.get(name) for name in ("httpx", "httpx2"))
-    others = [module.HTTPError for module in modules if module is not None]
-    return (OSError, RuntimeError, *others)
+def _find_next(link: str) -> str | None:
+    """Return the address of the next page that the header `Link` names."""
+    match = re.search(r'<([^<>]{1,4096})>\s*;\s*rel="?next"?', link[:16384])
+    return match[1] if match else None
 
 
 class _ExpiredError(Exception):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import io
+import re
 import socket
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from megtool.errors import StorageError
+from megtool.storage.stores.retries import CONNECTIONS
 
 MAX_BODY_BYTES = 32 << 20
 """The most bytes of a page, a listing or a document that a store answers with."""
@@ -79,6 +82,15 @@ def odd_reply(place: str, what: str) -> StorageError:
         f"the store's reply is not understood: {what}",
         file=place,
         hint="check the endpoint: something else than a store may answer there",
+    )
+
+
+def refuse_oversize(error: OversizeReplyError, place: str) -> StorageError:
+    """Return the error for a reply that is too large."""
+    return StorageError(
+        f"the server's reply is not read: {error}",
+        file=place,
+        hint="check the address: something else than a store of files may answer there",
     )
 
 
@@ -184,3 +196,65 @@ def paced_pools(http_pool: Any, https_pool: Any) -> dict[str, Any]:
         connection = type("Paced", (pool.ConnectionCls,), {"response_class": PacedResponse})
         pools[scheme] = type("PacedPool", (pool,), {"ConnectionCls": connection})
     return pools
+
+
+_SDK_BODY_BYTES = 8 << 20
+"""A page of 5,000 objects has half of it; parsers of XML need thirty times as much memory."""
+
+_RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{1,19})")
+
+
+def make_bounded_session() -> Any:
+    """Return a session of requests for an SDK, whose replies have no more bytes than asked for.
+
+    A reply to a request with a range has the bytes of the range, any other `_SDK_BODY_BYTES`; what
+    `Content-Encoding` says is left to the reader. Replies are `PacedResponse`s.
+    """
+    import requests
+    from requests.adapters import HTTPAdapter
+    from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+
+    class BoundedAdapter(HTTPAdapter):
+        def send(self, request: Any, *args: Any, **named: Any) -> Any:
+            response: Any = super().send(request, *args, **named)
+            wish = request.headers.get("x-ms-range") or request.headers.get("Range") or ""
+            match = _RANGE.fullmatch(wish) if response.status_code in (200, 206) else None
+            most = int(match[2]) + 1 - int(match[1]) if match else _SDK_BODY_BYTES
+            response.raw = _BoundedBody(response.raw, most)
+            return response
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        adapter = BoundedAdapter(pool_maxsize=CONNECTIONS)
+        adapter.poolmanager.pool_classes_by_scheme = paced_pools(
+            HTTPConnectionPool, HTTPSConnectionPool
+        )
+        adapter.poolmanager.connection_pool_kw["blocksize"] = _CHUNK
+        session.mount(scheme, adapter)
+    session.headers["Accept-Encoding"] = "identity"
+    return session
+
+
+class _BoundedBody:
+    """A reply of urllib3 whose body ends with an error after `most` bytes."""
+
+    def __init__(self, raw: Any, most: int) -> None:
+        self._raw, self._most = raw, most
+
+    def stream(self, amt: int = _CHUNK, decode_content: bool | None = None) -> Iterator[bytes]:
+        left = self._most
+        for chunk in self._raw.stream(min(amt, left + 1), decode_content=False):
+            left -= len(chunk)
+            if left < 0:
+                self._raw.close()
+                raise OversizeReplyError(f"it has more than {self._most:,} bytes")
+            yield chunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_raw", "_most"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._raw, name, value)
