@@ -83,7 +83,7 @@ def open_dataset(
 
     def open_store(source: str | Path) -> Documents:
         if is_indexed(source):
-            return IndexedStore(source, vocab_size)
+            return IndexedStore(source, vocab_size, cache=cache)
         if tokenizer is None:
             raise UsageError(f"{str(source)!r} is text, and there is no tokenizer for it")
         return store_tokens(source, tokenizer, cache, encoding, progress=progress)

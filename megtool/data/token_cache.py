@@ -2,12 +2,14 @@
 
 A cache is a folder: `tokens.bin` (int32, all documents one after the other), `lengths.npy` (tokens
 of each), `learned.bin` (one byte per token: whether it is a label) if some are not learned, and
-`facts.json`, which is written last. It is written to a temporary folder and renamed, so an existing
+`facts.json`, which is written last; `check.json` records that all of it was compared with its
+digest. It is written to a temporary folder and renamed, so an existing
 cache is complete, and processes that write the same one do not disturb each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -24,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.console import Progress, silent
+from megtool.data.check_record import CheckRecord
 from megtool.data.dataset_writer import INDEX, add_suffix, dataset_prefix
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.data.indexed import IndexedDataset
@@ -31,11 +34,18 @@ from megtool.data.tokenize_documents import EncodedDocument, encode
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError
 from megtool.storage.files import Files
-from megtool.storage.location.path import is_remote, location, require_local
+from megtool.storage.location.path import (
+    is_remote,
+    location,
+    make_folder,
+    require_local,
+    resolve_links,
+)
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 2
 _TOKENS, _LENGTHS, _LEARNED, _FACTS = "tokens.bin", "lengths.npy", "learned.bin", "facts.json"
+_CHECK = "check.json"
 
 Int = NDArray[np.int64]
 
@@ -96,9 +106,21 @@ class TokenCache:
     def check(self) -> None:
         """Compare the digest of the tokens and of the training mask with the stored one.
 
+        After a whole comparison a record saves the next one, while nothing has changed the files
+        (see `CheckRecord`).
+
         Raises:
             FormatError: the cache is damaged, as by a power failure before it was on the disk.
         """
+        names = [_FACTS, _LENGTHS, _TOKENS, *([_LEARNED] if self.is_partly_learned else [])]
+        record = CheckRecord(self.folder / _CHECK, [self.folder / name for name in names])
+        facts = {"digest": self.fingerprint}
+        if record.recall() == facts:
+            return
+        self._compare_digest()
+        record.note(facts)
+
+    def _compare_digest(self) -> None:
         digest = hashlib.sha256()
         for document, length in enumerate(self.lengths.tolist()):
             digest.update(length.to_bytes(8, "little"))
@@ -129,29 +151,52 @@ class TokenCache:
 class IndexedStore:
     """A Megatron data set as documents; all of its tokens are learned."""
 
-    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        """Open `prefix`.bin and `prefix`.idx.
+    def __init__(self, prefix: str | Path, vocab_size: int, *, cache: Path | None = None) -> None:
+        """Open `prefix`.bin and `prefix`.idx; a record in `cache` saves reading them whole.
 
         Raises:
             FormatError: the files are damaged, or have tokens that the model does not have.
         """
         self._data = IndexedDataset(prefix)
+        if self._data.dtype.kind not in "iu":
+            raise FormatError(
+                f"the data are {self._data.dtype.name}, no tokens", file=self._data.index_file
+            )
         ends = np.concatenate([[0], np.cumsum(self._data.lengths, dtype=np.int64)])
         self.lengths: Int = np.diff(ends[self._data.document_ends])
         self.is_partly_learned = False
-        digest = hashlib.sha256(self._data.lengths.tobytes())
-        most = 0
-        for ids in self._data.documents():
-            if len(ids):
-                most = max(most, int(ids.max()))
-                digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
-        if most >= vocab_size:
+        least, most, self.fingerprint = self._scan_once(cache)
+        if least < 0 or most >= vocab_size:
             raise FormatError(
-                f"token {most}, and the model knows {vocab_size}",
+                f"token {least if least < 0 else most}, and the model knows 0 to {vocab_size - 1}",
                 file=self._data.data_file,
                 hint="tokenize the text with this model's tokenizer",
             )
-        self.fingerprint = digest.hexdigest()
+
+    def _scan_once(self, cache: Path | None) -> tuple[int, int, str]:
+        """Return the least and the largest token, and a digest of all, which a record may have."""
+        if cache is None:
+            return self._scan()
+        files = self._data.index_file, self._data.data_file
+        name = hashlib.sha256(os.fsencode(resolve_links(files[0])))
+        record = CheckRecord(cache / f"indexed-{name.hexdigest()[:24]}.json", files)
+        match record.recall():
+            case {"least": int(least), "most": int(most), "digest": str(digest)}:
+                return least, most, digest
+        least, most, digest = self._scan()
+        with contextlib.suppress(OSError):
+            make_folder(cache)
+        record.note({"least": least, "most": most, "digest": digest})
+        return least, most, digest
+
+    def _scan(self) -> tuple[int, int, str]:
+        digest = hashlib.sha256(self._data.lengths.tobytes())
+        least = most = 0
+        for ids in self._data.documents():
+            if len(ids):
+                least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+                digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
+        return least, most, digest.hexdigest()
 
     def tokens(self, document: int, begin: int, end: int) -> NDArray[Any]:
         """Tokens `begin` to `end` of a document."""
@@ -184,8 +229,8 @@ def store_tokens(
     """Tokenize the documents of `source` into `cache`, unless they are there.
 
     A cache is used again while path, size and time of the source's files, the tokenizer and the
-    encoding are the same; for a data set of the hub, while its name is. Its digest is compared
-    first: a damaged one is rebuilt. Without `cache` the tokens
+    encoding are the same; for a data set of the hub, while its name is. It is compared with its
+    digest first (see `TokenCache.check`): a damaged one is rebuilt. Without `cache` the tokens
     exist as long as the object.
 
     Raises:
@@ -316,7 +361,7 @@ def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
         if file.is_file():
             stat = file.stat()
             version = [stat.st_ino] if is_remote(file) else []
-            states.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns, *version])
+            states.append([str(resolve_links(file)), stat.st_size, stat.st_mtime_ns, *version])
     facts = [_VERSION, str(source), states, tokenizer.fingerprint, asdict(encoding)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
