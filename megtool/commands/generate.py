@@ -20,6 +20,7 @@ from megtool.options.effects import check_effects
 from megtool.options.layout import ParallelConfig
 from megtool.source.checkpoint import CheckpointSource
 from megtool.source.open import open_decoder
+from megtool.storage.files import read_limited
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
 _MAX_BATCH = 16
+_MAX_PROMPTS_BYTES = 64 << 20
 _LESS_MEMORY = f"a smaller --batch-size or --max-new-tokens, --stream-layers, {LESS_MEMORY}"
 
 
@@ -267,9 +269,7 @@ def _read_prompts(path: Path, field: str | None) -> Iterator[Conversation]:
             hint=f"records are read from {', '.join(_RECORDS[:4])}",
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise StorageError(f"cannot read: {e.strerror}", file=path) from e
+        text = read_limited(path, _MAX_PROMPTS_BYTES).decode()
     except UnicodeDecodeError as e:
         raise FormatError(f"the file is not UTF-8 at byte {e.start}", file=path) from e
     yield from (line for line in text.splitlines() if line.strip())
@@ -277,11 +277,14 @@ def _read_prompts(path: Path, field: str | None) -> Iterator[Conversation]:
 
 def _find_field(path: Path) -> str | None:
     """The field that holds the prompt, by the first record of a JSON file."""
+    from megtool.data.documents import MAX_DOCUMENT_BYTES
+
     if path.suffix.lower() not in _RECORDS[:3]:
         return None
     try:
-        with path.open(encoding="utf-8") as lines:
-            record = json.loads(next((line for line in lines if line.strip()), "{}"))
+        with path.open("rb") as file:
+            lines = iter(lambda: file.readline(MAX_DOCUMENT_BYTES), b"")
+            record = json.loads(next((line for line in lines if line.strip()), b"{}"))
     except OSError as e:
         raise StorageError(f"cannot read: {e.strerror}", file=path) from e
     except (ValueError, RecursionError):

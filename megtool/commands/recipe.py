@@ -124,7 +124,9 @@ def show_recipe(options: ShowRecipeOptions) -> ShowReport:
         RecipeError: there is none, or something is wrong with it.
     """
     recipe = options.recipe
-    return ShowReport(recipe=load_recipe(recipe), text=read_recipe_text(recipe)[1].decode())
+    return ShowReport(
+        recipe=load_recipe(recipe), text=read_recipe_text(recipe)[1].decode(errors="replace")
+    )
 
 
 def explain_recipe(options: ExplainRecipeOptions) -> ExplainReport:

@@ -14,7 +14,7 @@ from megtool.digests.crc32c import FileDigest, chain_crc, finish_crc, shift_crc
 from megtool.errors import FormatError
 from megtool.process.threads import map_in_threads, run_jobs
 from megtool.storage.files import Files
-from megtool.storage.location.path import choose_by_latency
+from megtool.storage.location.path import choose_by_latency, resolve_links
 from megtool.storage.objects.open_objects import Buffer
 from megtool.transport.reading.parallel_scan import STORE_TILE_BYTES
 from megtool.transport.reading.shared_scan import ScanPart, run_scan
@@ -268,6 +268,7 @@ def check_files(
     """
     files = Files()
     files.load_tree(root)
+    home = resolve_links(root)
     at_once = choose_by_latency(root, 1, threads)  # many files, where each is waited for
     shared = None if scan is None else _read_shared(files, root, expected, threads, progress, scan)
 
@@ -276,7 +277,7 @@ def check_files(
         status = files.stat(path)
         if status is None:
             return "has a digest, but is missing"
-        if not stat.S_ISREG(status.st_mode) or not path.resolve().is_relative_to(root.resolve()):
+        if not stat.S_ISREG(status.st_mode) or not resolve_links(path).is_relative_to(home):
             return "is not a regular file inside the checkpoint any more"
         if status.st_size != digest.size:
             return f"has {status.st_size:,} bytes, but {digest.size:,} were written"

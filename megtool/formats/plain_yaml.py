@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import FormatError
+from megtool.options.config_file import TAG_ERRORS
 from megtool.pickles.reader import check_expansion
 from megtool.storage.files import read_file
 
@@ -39,7 +40,7 @@ def read_yaml(path: Path) -> Any:
         raise FormatError(f"the configuration has {size:,} bytes, which is too much", file=path)
     try:
         value = yaml.load(read_file(path), Loader=loader)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as e:
+    except (yaml.YAMLError, *TAG_ERRORS) as e:
         raise FormatError(
             f"the YAML is invalid: {' '.join(str(e).split())[:120]}", file=path
         ) from e

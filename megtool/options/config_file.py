@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megtool.errors import FormatError, StorageError, UsageError
+from megtool.errors import FormatError, UsageError
 from megtool.options.field import convert_value, flag, nest_options, option_fields
+from megtool.storage.files import read_limited
 from megtool.storage.location.path import location
 
 T = TypeVar("T")
+_MAX_BYTES = 128 << 10
+TAG_ERRORS = ValueError, TypeError, AttributeError, LookupError, RecursionError
+"""Exceptions of PyYAML for a tag that does not fit its value, such as `!!bool x`."""
 
 
 def build_options(cls: type[T], given: Mapping[str, Any], config: str | Path | None = None) -> T:
@@ -46,13 +50,7 @@ def read_options(cls: type[Any], path: str | Path) -> dict[str, Any]:
         FormatError: it is no YAML, no mapping, or has a key twice.
         UsageError: it names an option that there is not, or a value of another type.
     """
-    yaml: Any = importlib.import_module("yaml")
-    try:
-        content = yaml.safe_load(location(path).read_bytes())
-    except OSError as e:
-        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise FormatError(f"the file is not YAML: {' '.join(str(e).split())}", file=path) from e
+    content = _read_yaml(location(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -79,6 +77,30 @@ def read_options(cls: type[Any], path: str | Path) -> dict[str, Any]:
     _check_names(cls, values, path)
     by_name = {entry.name: entry for entry in option_fields(cls)}
     return {name: convert_value(by_name[name], value, path) for name, value in values.items()}
+
+
+def _read_yaml(path: Path) -> Any:
+    """The value of a small YAML file.
+
+    Raises:
+        FormatError: it is no YAML, too large, or has aliases of more than a single value, with
+            which a small file can grow without end.
+    """
+    yaml: Any = importlib.import_module("yaml")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias = self.check_event(yaml.AliasEvent)
+            node = super().compose_node(parent, index)
+            if is_alias and not isinstance(node, yaml.ScalarNode):
+                raise yaml.YAMLError("an alias of a list or a mapping")
+            return node
+
+    try:
+        return yaml.load(read_limited(path, _MAX_BYTES), Loader=Loader)
+    except (yaml.YAMLError, *TAG_ERRORS) as e:
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise FormatError(f"the file is not YAML: {reason}", file=path) from e
 
 
 def _check_names(cls: type[Any], values: Mapping[str, Any], file: str | Path | None) -> None:

@@ -407,13 +407,22 @@ def convert_value(entry: OptionField, value: Any, file: str | Path | None = None
 
 
 def _shown(name: str, value: object) -> str:
-    return f"{name} is {value!r}"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else "unreadable"
+    return f"{name} is {text if len(text) <= 200 else text[:197] + '...'}"
 
 
 def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | None:
     """A number of the type asked for; YAML 1.1 reads 2e-5, which has no dot, as a text."""
     if isinstance(value, int):
-        return value if kind is int else float(value)
+        if kind is int:
+            return value if abs(value) < 1 << 63 else None
+        try:
+            return float(value)
+        except OverflowError:
+            return None
     if kind is int:
         return None
     if isinstance(value, float):
@@ -425,7 +434,7 @@ def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | No
 
 
 def _in_range(entry: OptionField, number: float, name: str, file: str | Path | None) -> int | float:
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise UsageError(f"{name} is {number}", file=file, hint="a finite number")
     spec = entry.spec
     limits = (
@@ -436,5 +445,5 @@ def _in_range(entry: OptionField, number: float, name: str, file: str | Path | N
     )
     if not all(limit is None or fits(number, limit) for limit, fits, _ in limits):
         hint = " and ".join(words.format(limit) for limit, _, words in limits if limit is not None)
-        raise UsageError(f"{name} is {number}", file=file, hint=hint)
+        raise UsageError(_shown(name, number), file=file, hint=hint)
     return number

@@ -97,6 +97,8 @@ def resolve_recipe(
     engine = parse_engine(target) if target else None
     problems = RecipeProblems(str(recipe))
     parsed = load_recipe(recipe, problems)
+    if not all(format.algo for format in parsed.formats.values()):
+        problems.raise_all()  # modules of such a format have no size
     source_ = open_source(
         location(path),
         reading,

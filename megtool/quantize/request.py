@@ -27,6 +27,7 @@ from megtool.staging.destination.check import check_file
 from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.storage.local_copy import local_work_folder
+from megtool.storage.location.path import resolve_links
 
 if TYPE_CHECKING:
     from megtool.inference.windows import TokenDocument
@@ -248,7 +249,7 @@ class QuantizeRun:
             sources=[source.path, source.catalogue.root],
             worker=self.worker,
         ).check_early()
-        self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
+        self._check_distinct_paths(resolve_links(source.path), resolve_links(source.catalogue.root))
         parent = self.destination.parent  # created if missing
         if self.calibration.work_dir is None:
             Files().check_own_folder(self.work)
@@ -260,13 +261,13 @@ class QuantizeRun:
     def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse output files that replace each other or the source, or that are inside a folder
         that is replaced."""
-        c, destination = self.calibration, self.destination.resolve()
+        c, destination = self.calibration, resolve_links(self.destination)
         named = {
             "--save-calibration": c.save_calibration,
             "--work-dir": c.work_dir,
             "--report": self.page,
         }
-        outputs = {name: path.resolve() for name, path in named.items() if path is not None}
+        outputs = {name: resolve_links(path) for name, path in named.items() if path is not None}
         if c.calibrate_only and outputs.get("--save-calibration") == destination:
             del outputs["--save-calibration"]  # the same file
         owners = {destination: "DST"}

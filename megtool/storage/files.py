@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -18,6 +17,15 @@ from megtool.storage.file_kinds import (
     check_own_folder,
     check_readable_kind,
 )
+from megtool.storage.folder_calls import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    is_folder_at,
+    open_folder_at,
+    renameat2,
+    rmdir_at,
+    unlink_at,
+)
 from megtool.storage.location.path import StorePath
 from megtool.storage.objects.cache import object_cache
 from megtool.storage.objects.index import store_index
@@ -25,6 +33,9 @@ from megtool.storage.objects.open_objects import FIRST_NUMBER, Buffer, ReadableO
 from megtool.storage.objects.transfer import FileTransfer, to_storage_error
 
 _SAFELY = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO does not block
+
+MAX_WHOLE_BYTES = 256 << 20
+"""The largest file that is read whole: configurations, tokenizers, small states."""
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -178,9 +189,11 @@ class Files(FileTransfer):
         self.call(fd, "resize", os.ftruncate, fd, num_bytes)
 
     def read_whole(
-        self, path: Path, *, at_most: int | None = None, is_own: bool = False
+        self, path: Path, *, at_most: int | None = MAX_WHOLE_BYTES, is_own: bool = False
     ) -> bytes | None:
         """All bytes of a small file; None if there is no file. `is_own`: see `open_own`.
+
+        `at_most` is None for a file of any size, which only megtool itself can have written.
 
         Raises:
             FormatError: the file is longer than `at_most` bytes, or no regular file.
@@ -193,8 +206,7 @@ class Files(FileTransfer):
         try:
             status = self.fstat(fd)
             if at_most is not None and status.st_size > at_most:
-                message = f"{status.st_size:,} bytes, over the limit {at_most:,}"
-                raise FormatError(message, file=path)
+                raise _oversize(path, status.st_size, at_most)
             data = bytearray(status.st_size)
             self.pread_into(fd, memoryview(data), 0)
             return bytes(data)
@@ -322,7 +334,7 @@ class Files(FileTransfer):
     def rename(self, source: Path, target: Path, *, replace: bool = True) -> None:
         """Rename atomically; without `replace` an existing file at `target` is an error."""
         if not replace:
-            if self._renameat2(source, target, _NOREPLACE):
+            if self._renameat2(source, target, RENAME_NOREPLACE):
                 return
             if self.stat(target) is not None:
                 raise StorageError("exists", file=target)
@@ -330,7 +342,7 @@ class Files(FileTransfer):
 
     def exchange(self, first: Path, second: Path) -> bool:
         """Swap two names atomically; False if the system does not support it."""
-        return self._renameat2(first, second, _EXCHANGE)
+        return self._renameat2(first, second, RENAME_EXCHANGE)
 
     def _renameat2(self, source: Path, target: Path, flags: int) -> bool:
         try:
@@ -509,21 +521,49 @@ class Files(FileTransfer):
         return status.f_bavail * status.f_frsize
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, at_most: int = MAX_WHOLE_BYTES) -> bytes:
     """All bytes of a small file that must be there.
 
     Raises:
-        FormatError: it is a FIFO, a socket or a device.
+        FormatError: it is a FIFO, a socket or a device, or has more than `at_most` bytes.
         StorageError: it is missing, or cannot be read.
     """
     files = Files()
     fd = files.open_read(path)
     try:
-        data = bytearray(files.fstat(fd).st_size)
+        size = files.fstat(fd).st_size
+        if size > at_most:
+            raise _oversize(path, size, at_most)
+        data = bytearray(size)
         files.pread_into(fd, memoryview(data), 0)
     finally:
         files.close(fd)
     return bytes(data)
+
+
+def _oversize(path: Path, size: int, at_most: int) -> FormatError:
+    return FormatError(
+        f"the file has {size:,} bytes, more than the {at_most:,} that are read",
+        file=path,
+        hint="no program writes it as large: fetch it again",
+    )
+
+
+def read_limited(path: Path, at_most: int) -> bytes:
+    """Return all bytes of a file that a user names, which may be a pipe, of `at_most` bytes.
+
+    Raises:
+        FormatError: it has more.
+        StorageError: it is missing, a folder, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            data: bytes = file.read(at_most + 1)
+    except OSError as e:
+        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
+    if len(data) > at_most:
+        raise FormatError(f"the file has more than {at_most:,} bytes", file=path)
+    return data
 
 
 @contextlib.contextmanager
@@ -554,46 +594,3 @@ def is_regular_file(path: Path) -> bool:
         return False
     check_readable_kind(path, status)
     return stat.S_ISREG(status.st_mode)
-
-
-def is_folder_at(name: str, folder_fd: int) -> bool | None:
-    """Whether a name in an open folder is a folder, and no link to one; None if it is gone."""
-    try:
-        return stat.S_ISDIR(os.lstat(name, dir_fd=folder_fd).st_mode)
-    except FileNotFoundError:
-        return None
-
-
-def unlink_at(name: str, folder_fd: int) -> None:
-    """Remove a file from an open folder."""
-    os.unlink(name, dir_fd=folder_fd)
-
-
-def rmdir_at(name: str, folder_fd: int) -> None:
-    """Remove an empty folder from an open folder."""
-    os.rmdir(name, dir_fd=folder_fd)
-
-
-def open_folder_at(name: str, folder_fd: int) -> int:
-    """Open a folder in an open folder; a link is an error."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, dir_fd=folder_fd)
-
-
-_NOREPLACE, _EXCHANGE = 1, 2  # flags of renameat2(2)
-_AT_FDCWD = -100
-
-
-def renameat2(source: Path, target: Path, flags: int) -> None:
-    """Call renameat2(2), which Python's library lacks.
-
-    Raises:
-        OSError: it failed; ENOSYS if the system lacks it.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
-    names = os.fsencode(source), os.fsencode(target)
-    if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(flags)) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(target))

@@ -15,7 +15,7 @@ from typing import Any
 
 from megtool.errors import StorageError
 from megtool.storage.files import Files
-from megtool.storage.location.path import StorePath
+from megtool.storage.location.path import StorePath, resolve_links
 from megtool.storage.objects.probe import find_store_faults
 
 _SAMPLE_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def _probe_store(location: StorePath) -> StoreProbe:
 
 
 def _probe_folder(location: Path) -> FolderProbe:
-    folder = location.resolve()
+    folder = resolve_links(location)
     if not folder.is_dir():
         raise StorageError(
             "it is no folder", file=location, hint="name a folder that exists, or a store's URL"

@@ -25,6 +25,8 @@ from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 MAX_DIMS = 16
 """Limit on tensor dimensions: the time and memory of the checks double with each."""
 
+MAX_NAME_CHARACTERS = 1024
+"""Limit on the name of a tensor: reports, and indices of layers in it, stay readable."""
 
 IN_MEMORY = "memory"
 """The format of a target in the memory of this process."""
@@ -347,6 +349,12 @@ class Catalogue:
             if t.name in names:
                 raise FormatError("two tensors have this name", file=self.root, tensor=t.name)
             names.add(t.name)
+            if len(t.name) > MAX_NAME_CHARACTERS:
+                raise FormatError(
+                    f"the name {t.name[:40]!r}... has {len(t.name):,} characters, "
+                    f"{MAX_NAME_CHARACTERS:,} at most",
+                    file=self.root,
+                )
             if min(t.shape, default=0) < 0 or t.num_bytes >= 1 << 63 or len(t.shape) > MAX_DIMS:
                 raise FormatError(
                     f"no checkpoint can hold a tensor of shape {list(t.shape)}",

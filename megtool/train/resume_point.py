@@ -24,7 +24,7 @@ from megtool.source.open import (
 from megtool.staging.destination.store_check import check_surroundings
 from megtool.storage.files import Files
 from megtool.storage.local_copy import local_work_folder
-from megtool.storage.location.path import StorePath
+from megtool.storage.location.path import StorePath, resolve_links
 from megtool.tensors.catalogue import Catalogue
 from megtool.train.checkpointing.protocol import TrainState
 from megtool.train.checkpointing.resume import resume
@@ -84,7 +84,7 @@ def check_folders(source: Path, folder: Path) -> None:
         UsageError: one contains the other.
         DestinationError: a part of the path is not a folder, or cannot be written.
     """
-    target, origin = folder.resolve(), source.resolve()
+    target, origin = resolve_links(folder), resolve_links(source)
     if origin.is_relative_to(target):
         problem = "DST is SRC" if origin == target else "SRC is inside DST"
         raise UsageError(

@@ -16,6 +16,7 @@ from megtool.storage.location.path import is_remote
 
 _LOG = logging.getLogger(__name__)
 
+_MAX_LOG_BYTES = 1 << 30
 _FLUSH_S = 30.0  # a log in a store is replaced this often at most
 
 LOG_FILE = "log.jsonl"
@@ -162,7 +163,7 @@ def read_log(path: Path) -> list[LogLine]:
         FormatError: it is no regular file.
         StorageError: it cannot be read.
     """
-    data = Files().read_whole(path) or b""
+    data = Files().read_whole(path, at_most=_MAX_LOG_BYTES) or b""
     return list(_parse_lines(data.decode(errors="replace")))
 
 

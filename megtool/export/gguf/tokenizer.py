@@ -290,11 +290,18 @@ def _chat_template_keys(settings: Mapping[str, Any], files: Mapping[str, bytes])
     """The chat template, and those that have names."""
     template = settings.get("chat_template")
     if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].decode()
+        try:
+            template = files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as e:
+            raise FormatError(
+                f"chat_template.jinja is not UTF-8 at byte {e.start}", hint=_HINT
+            ) from e
     if isinstance(template, str):
         return {"tokenizer.chat_template": template}
     out, names = {}, []
     for entry in template if isinstance(template, list) else ():
+        if not isinstance(entry, dict):
+            continue
         name, text = str(entry.get("name")), str(entry.get("template"))
         if name == "default":
             out["tokenizer.chat_template"] = text

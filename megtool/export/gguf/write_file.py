@@ -44,6 +44,7 @@ from megtool.source.repeated_tensors import refuse_false_copies
 from megtool.spec.model_config import ModelConfig
 from megtool.staging.destination.check import check_file
 from megtool.storage.files import Files, read_file
+from megtool.storage.location.path import resolve_links
 from megtool.tensors.placement import Placement
 from megtool.transport.reading.reader import CheckpointReader
 
@@ -166,7 +167,7 @@ def _check_saved(path: Path | None, destination: Path) -> None:
     """
     if path is None:
         return
-    if path.resolve() == destination.resolve():
+    if resolve_links(path) == resolve_links(destination):
         raise DestinationError(
             "DST and --save-imatrix are the same path", file=path, hint="choose different paths"
         )

@@ -134,7 +134,7 @@ def _check_files(root: Path, folders: Iterable[str], warnings: list[str]) -> Non
     for name in folders:
         check_inside(root, name)
         names = list_names(root / name)
-        if MODEL_FILE not in names:
+        if MODEL_FILE not in names or (root / name / MODEL_FILE).is_dir():
             raise FormatError(
                 f"{MODEL_FILE} is missing, which every rank has",
                 file=root / name,

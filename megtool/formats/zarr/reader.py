@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megtool.errors import FormatError
+from megtool.errors import FormatError, StorageError
 from megtool.formats.auxiliary_files import can_copy, list_files
 from megtool.formats.header_reader import (
     check_inside,
@@ -185,13 +185,16 @@ class _FolderScan:
         if is_remote(place):
             yield from ((name, (place / name).is_dir()) for name in list_names(place))
             return
-        with os.scandir(place) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    check_inside(
-                        self.catalogue.root, f"{folder}/{entry.name}" if folder else entry.name
-                    )
-                yield entry.name, entry.is_dir()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if entry.is_symlink():
+                        check_inside(
+                            self.catalogue.root, f"{folder}/{entry.name}" if folder else entry.name
+                        )
+                    yield entry.name, entry.is_dir()
+        except OSError as e:
+            raise StorageError(f"cannot list: {e.strerror or e}", file=place) from e
 
     def _prefetch_metadata(self, entries: Mapping[str, bool]) -> None:
         """Request the metadata of the arrays of a store, many at a time."""

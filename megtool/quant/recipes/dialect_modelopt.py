@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megtool.errors import RecipeError
+from megtool.errors import FormatError, RecipeError, StorageError
 from megtool.quant.recipes.algorithm import SENSITIVITY_METHODS
-from megtool.quant.recipes.located_yaml import Node, read_documents
+from megtool.quant.recipes.located_yaml import MAX_BYTES, Node, read_documents
 from megtool.quant.recipes.modelopt_quantizers import QuantizerPattern, QuantizerSetting
 from megtool.quant.recipes.modelopt_settings import check_settings, classify_quantizer, read_method
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe, check_keys
 from megtool.quant.recipes.rules import KEEP, RecipeProblems, RecipeRule
+from megtool.storage.files import read_limited
 
 _ENTRY = ("quantizer_name", "parent_class", "cfg", "enable")
 _TOP = ("imports", "metadata", "quantize", "auto_quantize", "quant_cfg", "algorithm", "kv_cache")
@@ -289,8 +290,8 @@ class ImportResolver:
 
     def _read(self, path: Path, location: Node, above: tuple[str, ...]) -> Node:
         try:
-            documents = read_documents(path.read_bytes(), file=path)
-        except (OSError, RecipeError) as e:
+            documents = read_documents(read_limited(path, MAX_BYTES), file=path)
+        except (FormatError, StorageError, RecipeError) as e:
             self._problems.add(location.line, f"import {location.value!r}: {e}")
             return Node(value={}, line=location.line)
         if len(documents) == 2 and documents[0].get("imports") is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megtool.errors import RecipeError
+from megtool.errors import FormatError, RecipeError, StorageError
 from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
 from megtool.quant.recipes.dialect_modelopt import read_modelopt
@@ -22,7 +22,8 @@ from megtool.quant.recipes.located_yaml import MAX_BYTES, Node, read_documents
 from megtool.quant.recipes.modules import suggest
 from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
 from megtool.quant.recipes.rules import KEEP, AllOf, Glob, RecipeProblems, RecipeRule, Role
-from megtool.storage.location.path import location
+from megtool.storage.files import read_limited
+from megtool.storage.location.path import location, resolve_links
 
 _PACKAGE = "megtool.quant_recipes"
 _QUANTIZED_ROLES = Role(("qkv", "proj", "fc1", "fc2"))
@@ -73,16 +74,12 @@ def read_recipe_text(recipe: str | Path) -> tuple[str, bytes]:
     if name in recipe_names():
         return name, (importlib.resources.files(_PACKAGE) / f"{name}.yaml").read_bytes()
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise RecipeError(
-                f"the recipe has {path.stat().st_size:,} bytes, which is too much",
-                file=path,
-                hint=f"at most {MAX_BYTES:,}",
-            )
-        return name, path.read_bytes()
-    except OSError as e:
+        return name, read_limited(path, MAX_BYTES)
+    except FormatError as e:
+        raise RecipeError(e.message, file=path, hint="a recipe has a few rules") from e
+    except StorageError as e:
         raise RecipeError(
-            f"there is no recipe {name!r}: {e.strerror}",
+            f"there is no recipe {name!r}: {e.message}",
             hint=suggest(name, recipe_names()) + " (or the path of a file)",
         ) from e
 
@@ -100,7 +97,7 @@ def load_recipe(recipe: str | Path, problems: RecipeProblems | None = None) -> R
     if len(documents) != 1:
         raise RecipeError(f"there are {len(documents)} YAML documents, not one", file=file)
     path = location(recipe)
-    root = path.resolve().parent if path.is_file() else None
+    root = resolve_links(path).parent if path.is_file() else None
     return parse_recipe(documents[0], name=path.stem, problems=problems, file=file, root=root)
 
 

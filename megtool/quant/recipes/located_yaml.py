@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megtool.errors import RecipeError
+from megtool.options.config_file import TAG_ERRORS
 
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 1 << 20, 20_000, 40
 """Limits for recipes: larger files are mistakes or attacks on memory."""
 
+_MAX_INTEGER = 1 << 63
 _PLAIN = ("str", "int", "float", "bool", "null")
 
 
@@ -74,7 +76,7 @@ def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
         raise RecipeError(
             f"{location}the YAML is invalid: {e.problem or e.context}", file=file
         ) from e
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
+    except (yaml.YAMLError, *TAG_ERRORS) as e:
         message = " ".join(str(e).split())[:120]
         raise RecipeError(f"the YAML is invalid: {message}", file=file) from e
     finally:
@@ -112,7 +114,10 @@ class _Tree:
             return Node(value=[self.node(n, depth + 1) for n in node.value], line=line)
         if kind not in _PLAIN:  # dates stay strings
             return Node(value=node.value, line=line)
-        return Node(value=self._loader.construct_object(node), line=line)
+        value = self._loader.construct_object(node)
+        if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+            raise RecipeError(f"line {line}: an integer of more than 64 bits", file=self._file)
+        return Node(value=value, line=line)
 
     def _mapping(self, node: Any, depth: int) -> Node:
         values: dict[str, Node] = {}

@@ -18,7 +18,7 @@ from megtool.staging.destination.store_check import (
 from megtool.staging.nested_runs import check_runs_within
 from megtool.storage.file_kinds import describe_kind, is_special
 from megtool.storage.files import Files
-from megtool.storage.location.path import StorePath, is_remote
+from megtool.storage.location.path import StorePath, is_remote, resolve_links
 
 
 def check_place(path: Path, *, files: Files | None = None) -> None:
@@ -78,7 +78,7 @@ def check_file(path: Path, *outputs: Path) -> None:
             hint="choose another file",
         )
     if not path.parent.is_dir():
-        if path.parent.resolve() in {p.resolve() for p in outputs}:
+        if resolve_links(path.parent) in {resolve_links(p) for p in outputs}:
             return
         raise DestinationError(
             f"the folder {str(path.parent)!r} does not exist",

@@ -431,7 +431,7 @@ class StorePlace:
                     data = read_object(path)
                     if data is None:
                         raise
-                    agreed = data.decode()
+                    agreed = data.decode(errors="replace")
                     if agreed != upload_id:
                         self.store.abort_upload(writer.path.key, upload_id)
                     upload_id = agreed

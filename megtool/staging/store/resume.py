@@ -52,7 +52,7 @@ class EarlierObjects:
             if name.isdecimal():
                 data = read_object(self._folder / name, info)
                 if data is not None:
-                    self.ids[int(name)] = data.decode()
+                    self.ids[int(name)] = data.decode(errors="replace")
 
     def note(self, records: Iterable[UnitRecord]) -> None:
         """Take versions from records of the journal."""

@@ -155,7 +155,7 @@ class SpooledPlace:
             status = self.files.stat(path)
             size = 0 if status is None else status.st_size
             if not self.is_file and (path.name in MARKERS or size <= SMALL_BYTES):
-                self._target.write(name, self.files.read_whole(path) or b"")
+                self._target.write(name, self.files.read_whole(path, at_most=None) or b"")
             else:
                 created.append((path, self._target.create(name, size, None), size))
         map_in_threads(self._upload, created, threads=threads)

@@ -357,7 +357,8 @@ class FolderRun:
         temporary = worker_file(self.worker.index, "claim")
         if self._files.create_file(path, own, temporary):
             return True
-        index, _, name = (self._files.read_whole(path, at_most=1000) or b"").decode().partition(" ")
+        claim = (self._files.read_whole(path, at_most=1000) or b"").decode(errors="replace")
+        index, _, name = claim.partition(" ")
         self.publisher = int(index) if index.isdecimal() else None
         if self.publisher == self.worker.index:
             return True

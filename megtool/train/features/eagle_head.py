@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megtool.errors import MissingPackageError, RecipeError
+from megtool.errors import FormatError, MissingPackageError, RecipeError, StorageError
 from megtool.quant.modelopt.load import silence_output
-from megtool.quant.recipes.located_yaml import read_documents
+from megtool.quant.recipes.located_yaml import MAX_BYTES, read_documents
 from megtool.spec.model_config import ModelConfig
+from megtool.storage.files import read_limited
 from megtool.storage.location.path import location
 from megtool.train.options.eagle import DEFAULT_HEAD
 
@@ -59,10 +60,10 @@ def read_eagle_recipe(text: str, path: Path) -> dict[str, Any]:
     if text == DEFAULT_HEAD:
         return {}
     try:
-        documents = read_documents(path.read_bytes(), file=path)
-    except OSError as e:
+        documents = read_documents(read_limited(path, MAX_BYTES), file=path)
+    except (FormatError, StorageError) as e:
         raise RecipeError(
-            f"cannot read: {e.strerror or e}",
+            e.message,
             file=path,
             hint=f"--eagle takes a recipe of ModelOpt (its speculative_decoding/eagle3.yaml), or "
             f"{DEFAULT_HEAD}",

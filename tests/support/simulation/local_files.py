@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megtool.staging import nested_runs
-from megtool.storage import files as storage_files
+from megtool.storage import folder_calls
 from megtool.storage.files import Files
 from tests.support.simulation.disk import Inode, SimulatedDisk, failure
 from tests.support.simulation.scheduler import Process
@@ -274,12 +274,12 @@ class SimulatedFiles(Files):
         return sorted(inode.names, reverse=True)
 
     def is_folder_at(self, name: str, fd: int) -> bool | None:
-        """See `storage.files.is_folder_at`."""
+        """See `storage.folder_calls.is_folder_at`."""
         inode = self._inode(fd).names.get(name)
         return None if inode is None else inode.is_folder
 
     def open_folder_at(self, name: str, fd: int) -> int:
-        """See `storage.files.open_folder_at`."""
+        """See `storage.folder_calls.open_folder_at`."""
         inode = self._inode(fd).names.get(name)
         if inode is None:
             raise failure(errno.ENOENT, name)
@@ -325,10 +325,10 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     os.rename: SimulatedFiles.rename_path,
     os.listdir: SimulatedFiles.listdir,
     os.statvfs: lambda self, path: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096),
-    storage_files.renameat2: SimulatedFiles.renameat2,
-    storage_files.is_folder_at: SimulatedFiles.is_folder_at,
-    storage_files.unlink_at: lambda self, name, fd: self.unlink_entry(self._inode(fd), name),
-    storage_files.rmdir_at: lambda self, name, fd: self.rmdir_entry(self._inode(fd), name),
-    storage_files.open_folder_at: SimulatedFiles.open_folder_at,
+    folder_calls.renameat2: SimulatedFiles.renameat2,
+    folder_calls.is_folder_at: SimulatedFiles.is_folder_at,
+    folder_calls.unlink_at: lambda self, name, fd: self.unlink_entry(self._inode(fd), name),
+    folder_calls.rmdir_at: lambda self, name, fd: self.rmdir_entry(self._inode(fd), name),
+    folder_calls.open_folder_at: SimulatedFiles.open_folder_at,
     nested_runs._scan: SimulatedFiles.scan,
 }
