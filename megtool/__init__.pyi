@@ -117,7 +117,9 @@ def evaluate(
     device: str | None = ...,
     dtype: str | None = ...,
     stream_layers: bool = ...,
-    kernels: Literal["auto", "torch", "triton", "compile", "te"] = ...,
+    kernels: Literal[
+        "auto", "torch", "triton", "compile", "te", "fla", "mamba-ssm", "causal-conv1d", "liger"
+    ] = ...,
     threads: int | None = ...,
     tp: int | None = ...,
     pp: int | None = ...,
@@ -260,7 +262,9 @@ def finetune(
     cp_comm_type: str | None = ...,
     hierarchical_context_parallel_sizes: str | None = ...,
     device: str | None = ...,
-    kernels: Literal["auto", "torch", "triton", "compile", "te"] = ...,
+    kernels: Literal[
+        "auto", "torch", "triton", "compile", "te", "fla", "mamba-ssm", "causal-conv1d", "liger"
+    ] = ...,
     threads: int | None = ...,
     load: str | Path | None = ...,
     resume: bool = ...,
@@ -397,7 +401,9 @@ def generate(
     device: str | None = ...,
     dtype: str | None = ...,
     stream_layers: bool = ...,
-    kernels: Literal["auto", "torch", "triton", "compile", "te"] = ...,
+    kernels: Literal[
+        "auto", "torch", "triton", "compile", "te", "fla", "mamba-ssm", "causal-conv1d", "liger"
+    ] = ...,
     threads: int | None = ...,
     tp: int | None = ...,
     pp: int | None = ...,
@@ -489,7 +495,9 @@ def quantize(
     drop_setting: str | Sequence[str] = ...,
     device: str | None = ...,
     dtype: str | None = ...,
-    kernels: Literal["auto", "torch", "triton", "compile", "te"] = ...,
+    kernels: Literal[
+        "auto", "torch", "triton", "compile", "te", "fla", "mamba-ssm", "causal-conv1d", "liger"
+    ] = ...,
     threads: int | None = ...,
     tp: int | None = ...,
     pp: int | None = ...,

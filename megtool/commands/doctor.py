@@ -8,6 +8,7 @@ from typing import Any
 
 from megtool.commands.options.checkpoints import DoctorOptions
 from megtool.console import format_bytes, several
+from megtool.kernels.choices import KernelChoice
 from megtool.machine.abilities import Ability, find_abilities
 from megtool.machine.hardware import Hardware, find_hardware
 from megtool.machine.packages import Extra, find_extras
@@ -17,13 +18,15 @@ from megtool.storage.location_probe import FolderProbe, StoreProbe, probe_locati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport(Report):
-    """What was found; `place` is the location that was tried."""
+    """What was found; `place` is the location that was tried, `kernels` what `--kernels auto` takes
+    for each fused operation."""
 
     version: str
     hardware: Hardware
     extras: tuple[Extra, ...]
     place: FolderProbe | StoreProbe
     abilities: tuple[Ability, ...]
+    kernels: tuple[KernelChoice, ...]
 
     def to_json(self) -> dict[str, Any]:
         return self.add_remarks(
@@ -35,6 +38,7 @@ class DoctorReport(Report):
                 ],
                 "place": asdict(self.place),
                 "abilities": [asdict(ability) for ability in self.abilities],
+                "kernels": {k.operation: k.implementation for k in self.kernels},
             }
         )
 
@@ -66,6 +70,10 @@ class DoctorReport(Report):
     def sections(self) -> Iterator[Section]:
         rows = [(a.name, "yes" if a.works else "no", a.reason) for a in self.abilities]
         yield Section(table=Table(header=("what", "works here", ""), rows=rows, left=3))
+        chosen = [(k.operation, k.implementation) for k in self.kernels]
+        yield Section(
+            table=Table(header=("operation", "--kernels auto takes"), rows=chosen, left=2)
+        )
 
 
 def _describe(place: FolderProbe | StoreProbe) -> str:
@@ -94,6 +102,14 @@ def _describe(place: FolderProbe | StoreProbe) -> str:
     return ", ".join(texts)
 
 
+def _find_choices(hardware: Hardware) -> tuple[KernelChoice, ...]:
+    import torch
+
+    from megtool.kernels.choices import automatic_choices
+
+    return automatic_choices(torch.device("cuda" if hardware.gpus else "cpu"))
+
+
 def doctor(options: DoctorOptions) -> DoctorReport:
     """Look at this machine, the packages and one location.
 
@@ -113,5 +129,6 @@ def doctor(options: DoctorOptions) -> DoctorReport:
         extras=extras,
         place=probe_location(options.location),
         abilities=find_abilities(hardware, extras),
+        kernels=_find_choices(hardware),
         notes=tuple(notes),
     )

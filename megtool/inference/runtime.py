@@ -17,6 +17,7 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.options.groups import RuntimeOptions
+from megtool.options.kernels import Implementation
 from megtool.options.layout import ParallelConfig
 from megtool.source.checkpoint import CheckpointSource
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from megtool.inference.forward import Forward
-    from megtool.kernels.dispatch import Implementation
     from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ def on_ranks(
     """
     import torch
 
+    from megtool.kernels import peers
     from megtool.kernels.dispatch import use
     from megtool.kernels.transformer_engine import library as transformer_engine
     from megtool.parallel.process_groups import ProcessGroups
@@ -95,6 +96,8 @@ def on_ranks(
         transformer_engine.require(device.type)
         if os.environ.get("RANK", "0") == "0":
             _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
+    elif (peer := peers.as_peer(options.kernels)) is not None:
+        peers.require(peer, device.type)
     groups = (
         ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device, **more)
     )

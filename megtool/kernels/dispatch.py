@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property
@@ -12,11 +12,11 @@ from typing import Generic, Literal, ParamSpec, TypeVar, cast, get_args
 import torch
 
 from megtool.errors import UsageError
-from megtool.kernels import launch
+from megtool.kernels import launch, peers
 from megtool.kernels.transformer_engine import library as transformer_engine
+from megtool.options.kernels import Implementation, Peer
 
-Implementation = Literal["auto", "torch", "compile", "triton", "te"]
-Chosen = Literal["torch", "compile", "triton", "te"]
+Chosen = Literal["torch", "compile", "triton", "te"] | Peer
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 P = ParamSpec("P")
@@ -30,10 +30,12 @@ _requested: ContextVar[Implementation] = ContextVar("megtool_kernels", default="
 def use(name: Implementation) -> Iterator[None]:
     """Run kernels by the implementation called `name` inside the block.
 
-    `auto` is Triton's kernels on a CUDA device where Triton is installed, and torch's own
-    operations elsewhere. `compile` is torch.compile of the reference. `te` is Transformer Engine
-    where it has the operation (`transformer_engine.SCOPE`) and what `auto` runs where it has not,
-    which is logged once for each.
+    `auto` takes, on a CUDA device, the first of: kernels of a package that an operation prefers
+    (`Kernel.preferred`) and that is installed, megtool's own by Triton, torch's operations;
+    elsewhere torch's operations. `compile` is torch.compile of the reference. `te` is Transformer
+    Engine where it has the operation (`transformer_engine.SCOPE`), and the name of a package
+    (`peers.PACKAGES`) that package where it has one; what `auto` runs where they have not, which is
+    logged once for each.
 
     The choice holds for the calling thread, and for a forward pass: backward follows the forward it
     belongs to, wherever and whenever it runs. What is recomputed is chosen anew, by the block it is
@@ -73,6 +75,8 @@ def chosen(device: torch.device | str) -> Chosen:
         launch.require(kind)
     elif name == "te":
         transformer_engine.require(kind)
+    elif (peer := peers.as_peer(name)) is not None:
+        peers.require(peer, kind)
     return name
 
 
@@ -84,7 +88,9 @@ def _automatic(device_kind: str) -> Chosen:
 class Kernel(Generic[P, R]):
     """One operation and its implementations, which have one signature.
 
-    `name` is for messages. `reference` is made of torch's operations and always there.
+    `name` is for messages. `reference` is made of torch's operations and always there. `packages`
+    are the ways of other packages by name, of which `auto` takes those in `preferred`, in this
+    order, before megtool's own: kernels that their authors have timed on GPUs.
     """
 
     def __init__(
@@ -94,10 +100,18 @@ class Kernel(Generic[P, R]):
         *,
         triton: Callable[P, R] | None = None,
         te: Callable[P, R] | None = None,
+        packages: Mapping[Peer, Callable[P, R]] | None = None,
+        preferred: Sequence[Peer] = (),
     ) -> None:
         self.name = name
         self.reference = reference
-        self._ways = {"torch": reference, "triton": triton, "te": te}
+        self.preferred = tuple(preferred)
+        self._ways: dict[Chosen, Callable[P, R] | None] = {
+            "torch": reference,
+            "triton": triton,
+            "te": te,
+        }
+        self._ways.update((packages or {}).items())
         self._announced: set[str] = set()
 
     @cached_property
@@ -118,13 +132,25 @@ class Kernel(Generic[P, R]):
         name = chosen(device)
         if name == "compile":
             return self.compiled
-        way = None if name in without else self._ways[name]
+        if _requested.get() == "auto":
+            return self._ways[self.automatic(device, without=without)] or self.reference
+        way = None if name in without else self._ways.get(name)
         if way is None:
-            instead = _automatic(device.type)
-            if instead in without or self._ways[instead] is None:
-                instead = "torch"
-            if _requested.get() != "auto" and name not in self._announced:
-                self._announced.add(name)
-                _logger.info("%s has no %s like this: %s runs it", name, self.name, instead)
+            instead = self.automatic(device, without=without)
+            self._announce(name, f"{name} has no {self.name} like this: {instead} runs it")
             way = self._ways[instead] or self.reference
         return way
+
+    def automatic(self, device: torch.device, *, without: tuple[Chosen, ...] = ()) -> Chosen:
+        """Return what `auto` takes on `device`, of all but `without`."""
+        for peer in self.preferred:
+            if peer not in without and peers.is_usable(peer, device):
+                self._announce(peer, f"{peer} {peers.installed_version(peer)} runs {self.name}")
+                return peer
+        usual = _automatic(device.type)
+        return "torch" if usual in without or self._ways[usual] is None else usual
+
+    def _announce(self, name: str, message: str) -> None:
+        if name not in self._announced:
+            self._announced.add(name)
+            _logger.info("%s", message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -16,6 +16,7 @@ from megtool.machine.packages import Extra
 _MXFP8_CAPABILITY = (10, 0)
 """Products with a scale for each 32 elements: Blackwell. Source: the same guide."""
 
+_NO_GPU = "no GPU that torch sees"
 _LAUNCHERS = ("torchrun", "srun", "mpirun")
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
 
@@ -40,6 +41,7 @@ def find_abilities(hardware: Hardware, extras: Sequence[Extra]) -> tuple[Ability
         *(_of_extra(extra) for extra in extras if extra.name != "te"),
         _kernels_triton(hardware),
         _kernels_te(hardware),
+        *_kernels_of_packages(hardware),
         _on_gpu(hardware, "CUDA graphs", "--cuda-graph-impl local"),
         _fp8(hardware),
         _mxfp8(hardware),
@@ -67,7 +69,7 @@ def _of_extra(extra: Extra) -> Ability:
 
 def _on_gpu(hardware: Hardware, name: str, reason: str) -> Ability:
     works = bool(hardware.gpus)
-    return Ability(name=name, works=works, reason=reason if works else "no GPU that torch sees")
+    return Ability(name=name, works=works, reason=reason if works else _NO_GPU)
 
 
 def _kernels_triton(hardware: Hardware) -> Ability:
@@ -86,6 +88,21 @@ def _kernels_te(hardware: Hardware) -> Ability:
     except MissingPackageError as e:
         return Ability(name=name, works=False, reason=f"{e.message}; {e.hint}")
     return _on_gpu(hardware, name, "Transformer Engine's kernels")
+
+
+def _kernels_of_packages(hardware: Hardware) -> Iterator[Ability]:
+    """Kernels of other packages; without a GPU they are named where they are installed."""
+    import torch
+
+    from megtool.kernels.choices import find_peers
+
+    for peer in find_peers(torch.device("cuda" if hardware.gpus else "cpu")):
+        name = f"--kernels {peer.name}"
+        if peer.problem:
+            yield Ability(name=name, works=False, reason=peer.problem)
+            continue
+        takes = f"; auto takes it for {', '.join(peer.operations)}" if peer.operations else ""
+        yield _on_gpu(hardware, name, f"{peer.installed} runs {peer.runs}{takes}")
 
 
 def _fp8(hardware: Hardware) -> Ability:

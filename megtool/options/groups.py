@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megtool.errors import UsageError
 from megtool.options.effects import requires
 from megtool.options.field import LAYOUT, Options, layout_size, option
+from megtool.options.kernels import Implementation
 from megtool.options.layout import ParallelConfig
 
 INPUT, OUTPUT, DANGEROUS = "Input", "Output", "Dangerous"
@@ -256,11 +257,12 @@ class RuntimeOptions(ContextParallelism):
         "Keep one layer in memory at a time: slow, but any model fits.",
         False,
     )
-    kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
+    kernels: Implementation = option(
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's norms, "
         "activations without limit and offset (no exact gelu) and attention of whole rows in 16 "
-        "bits; the rest is megtool's own.",
+        "bits; the rest is megtool's own. fla, mamba-ssm, causal-conv1d, liger: that package's, "
+        "where it has the operation; auto takes those installed on a GPU.",
         "auto",
     )
     threads: int | None = option(

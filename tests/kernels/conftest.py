@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.dispatch import Implementation, use
+from megtool.kernels.dispatch import use
+from megtool.options.kernels import Implementation
 
 Agree = Callable[..., None]
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.dispatch import Implementation, use
+from megtool.kernels.dispatch import use
 from megtool.optim.config import OptimizerConfig
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.optim.update_rules import Adam
+from megtool.options.kernels import Implementation
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, train_step
 

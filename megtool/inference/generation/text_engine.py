@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from megtool.inference.generation.slots import BLOCK_SIZE
 from megtool.inference.generation.speculative import choose_drafting
 from megtool.inference.runtime import LESS_MEMORY, load_forward, memory_errors, on_ranks
 from megtool.options.groups import AdaptedSource, RuntimeOptions
+from megtool.options.kernels import Implementation
 from megtool.options.sampling import Sampling
 from megtool.plan.memory import free_memory
 from megtool.source.checkpoint import CheckpointSource
@@ -193,7 +194,7 @@ class Engine:
         ep: int = 1,
         threads: int | None = None,
         stream_layers: bool = False,
-        kernels: Literal["auto", "torch", "triton", "compile", "te"] = "auto",
+        kernels: Implementation = "auto",
         family: str | None = None,
         like: str | Path | None = None,
         iteration: int | str | None = None,

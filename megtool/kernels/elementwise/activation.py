@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megtool.errors import MappingError
 from megtool.kernels.dispatch import Chosen, Kernel
-from megtool.kernels.elementwise import activation_triton
+from megtool.kernels.elementwise import activation_triton, liger
 from megtool.kernels.transformer_engine import library as transformer_engine
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
@@ -73,7 +73,9 @@ def gated(
     """
     kind = formula(kind)
     plain = kind in transformer_engine.KINDS and not limit and not offset
-    cannot: tuple[Chosen, ...] = () if plain else ("te",)
+    cannot = liger.cannot_gate(kind, limit=limit, offset=offset)
+    if not plain:
+        cannot = ("te", *cannot)
     return _GATED.on(x_T2F.device, without=cannot)(x_T2F, kind, bias, limit, offset)
 
 
@@ -152,5 +154,9 @@ _ACTIVATE = Kernel(
     "activation", _activate, triton=activation_triton.activate, te=transformer_engine.activate
 )
 _GATED = Kernel(
-    "gated activation", _gated, triton=activation_triton.gated, te=transformer_engine.gated
+    "gated activation",
+    _gated,
+    triton=activation_triton.gated,
+    te=transformer_engine.gated,
+    packages={"liger": liger.gated},  # not preferred: it copies gate and up apart
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels.dispatch import Chosen, Kernel
-from megtool.kernels.elementwise import norm_triton
+from megtool.kernels.elementwise import liger, norm_triton
 from megtool.kernels.launch import LONGEST_ROW
 from megtool.kernels.transformer_engine import library as transformer_engine
 
@@ -28,7 +28,9 @@ def rms_norm(
     Where x has 16 bits the result is rounded once, after the weight; Hugging Face's Llama rounds
     before it too.
     """
-    cannot: tuple[Chosen, ...] = _too_long(x) if weight is not None else ("te", *_too_long(x))
+    cannot = (*_too_long(x), *liger.cannot(x, weight))
+    if weight is None:
+        cannot = ("te", *cannot)
     return _RMS_NORM.on(x.device, without=cannot)(x, weight, eps, zero_centered)
 
 
@@ -41,7 +43,8 @@ def layer_norm(
     zero_centered: bool = False,
 ) -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dim, as `rms_norm`."""
-    run = _LAYER_NORM.on(x.device, without=_too_long(x))
+    cannot = (*_too_long(x), *liger.cannot(x, bias, zero_centered=zero_centered))
+    run = _LAYER_NORM.on(x.device, without=cannot)
     return run(x, weight, bias, eps, zero_centered)
 
 
@@ -49,7 +52,8 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes."""
-    run = _ADD_RMS_NORM.on(x.device, without=_too_long(x))
+    same = residual if residual.dtype == x.dtype and residual.shape == x.shape else None
+    run = _ADD_RMS_NORM.on(x.device, without=(*_too_long(x), *liger.cannot(x, same)))
     return run(x, residual, weight, eps, zero_centered)
 
 
@@ -105,16 +109,28 @@ def _of_sum(
 
 
 _RMS_NORM = Kernel(
-    "rms_norm", _rms_norm, triton=norm_triton.rms_norm, te=transformer_engine.rms_norm
+    "rms_norm",
+    _rms_norm,
+    triton=norm_triton.rms_norm,
+    te=transformer_engine.rms_norm,
+    packages={"liger": liger.rms_norm},
+    preferred=("liger",),
 )
 _LAYER_NORM = Kernel(
-    "layer_norm", _layer_norm, triton=norm_triton.layer_norm, te=transformer_engine.layer_norm
+    "layer_norm",
+    _layer_norm,
+    triton=norm_triton.layer_norm,
+    te=transformer_engine.layer_norm,
+    packages={"liger": liger.layer_norm},
+    preferred=("liger",),
 )
 _ADD_RMS_NORM = Kernel(
     "add_rms_norm",
     _of_sum(_rms_norm),
     triton=norm_triton.add_rms_norm,
     te=_of_sum(transformer_engine.rms_norm),
+    packages={"liger": liger.add_rms_norm},
+    preferred=("liger",),
 )
 _ADD_LAYER_NORM = Kernel(
     "add_layer_norm",

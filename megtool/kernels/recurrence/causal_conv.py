@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels.dispatch import Kernel
-from megtool.kernels.recurrence import causal_conv_triton
+from megtool.kernels.recurrence import causal_conv_triton, packages
 
 
 def causal_conv(
@@ -31,7 +31,8 @@ def causal_conv(
     by default; no gradient). A token takes in tokens of its own run alone (`runs_BS`, int64, as
     `runs_of` numbers them).
     """
-    run = _CAUSAL_CONV.on(x_BSC.device)
+    cannot = packages.conv_cannot(x_BSC, weight_CK, past_BPC, runs_BS)
+    run = _CAUSAL_CONV.on(x_BSC.device, without=cannot)
     return run(x_BSC, weight_CK, bias_C, past_BPC, runs_BS, silu)
 
 
@@ -144,4 +145,10 @@ def _along(a_BSC: Tensor, b_BSC: Tensor) -> Tensor:
     return (a_BSC * b_BSC).sum((0, 1))
 
 
-_CAUSAL_CONV = Kernel("causal_conv", _causal_conv, triton=causal_conv_triton.causal_conv)
+_CAUSAL_CONV = Kernel(
+    "causal_conv",
+    _causal_conv,
+    triton=causal_conv_triton.causal_conv,
+    packages={"causal-conv1d": packages.causal_conv},
+    preferred=("causal-conv1d",),
+)

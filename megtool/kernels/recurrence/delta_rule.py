@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels.dispatch import Chosen, Kernel
-from megtool.kernels.recurrence import delta_rule_triton
+from megtool.kernels.recurrence import delta_rule_triton, packages
 
 CHUNK = 64  # tokens
 _EPS = 1e-6  # of the norms of queries and keys
@@ -41,9 +41,9 @@ def gated_delta_rule(
     `causal_conv.runs_of` numbers them). A token with beta and decay of 0 leaves the state as it is.
     Computed in float32, or in float64 of values in that.
     """
-    cannot: tuple[Chosen, ...] = ()
+    cannot: tuple[Chosen, ...] = packages.fla_cannot(value_BSNP, key_BSKD, runs_BS)
     if not delta_rule_triton.fits(key_BSKD, value_BSNP):
-        cannot = ("triton",)
+        cannot = (*cannot, "triton")
     run = _DELTA_RULE.on(value_BSNP.device, without=cannot)
     return run(query_BSKD, key_BSKD, value_BSNP, decay_BSN, beta_BSN, state_BNDP, runs_BS)
 
@@ -278,4 +278,10 @@ def _shared(x: Tensor, heads: int) -> Tensor:
     return x if heads == 1 else x.view(len(x), -1, heads, *x.shape[2:]).sum(2)
 
 
-_DELTA_RULE = Kernel("gated_delta_rule", _delta_rule, triton=delta_rule_triton.gated_delta_rule)
+_DELTA_RULE = Kernel(
+    "gated_delta_rule",
+    _delta_rule,
+    triton=delta_rule_triton.gated_delta_rule,
+    packages={"fla": packages.gated_delta_rule},
+    preferred=("fla",),
+)

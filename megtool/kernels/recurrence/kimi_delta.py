@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megtool.kernels.dispatch import Kernel
+from megtool.kernels.recurrence import packages
 from megtool.kernels.recurrence.delta_rule import CHUNK, runs_in_chunks, split_chunks, unit_vectors
 
 _BLOCK = 8  # tokens between which decays are computed pair by pair
@@ -36,7 +37,8 @@ def kimi_delta_rule(
     `decay_BSND` is not above 0. The rest is as in `gated_delta_rule`, whose decay is one number for
     each head. Source: Kimi Linear, https://arxiv.org/abs/2510.26692, section 3.
     """
-    run = _KIMI_DELTA_RULE.on(value_BSNP.device)
+    cannot = packages.fla_cannot(value_BSNP, key_BSND, runs_BS)
+    run = _KIMI_DELTA_RULE.on(value_BSNP.device, without=cannot)
     return run(query_BSND, key_BSND, value_BSNP, decay_BSND, beta_BSN, state_BNDP, runs_BS)
 
 
@@ -230,4 +232,9 @@ class _States(torch.autograd.Function):
         )
 
 
-_KIMI_DELTA_RULE = Kernel("kimi_delta_rule", _kimi_delta_rule)
+_KIMI_DELTA_RULE = Kernel(
+    "kimi_delta_rule",
+    _kimi_delta_rule,
+    packages={"fla": packages.kimi_delta_rule},
+    preferred=("fla",),
+)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megtool.kernels.dispatch import Chosen, Kernel
-from megtool.kernels.recurrence import ssd_triton
+from megtool.kernels.recurrence import packages, ssd_triton
 
 CHUNK = 64
 
@@ -42,9 +42,10 @@ def ssd_scan(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
     Computed in fp32. A token whose dt is 0 leaves the state as it is (padding). No gradient comes
     from, or goes to, states.
     """
-    cannot: tuple[Chosen, ...] = ("compile",)  # a loop over chunks, with a backward of its own
+    # torch.compile has a loop over chunks here, with a backward of its own.
+    cannot: tuple[Chosen, ...] = ("compile", *packages.mamba_cannot(inputs.x_BSND))
     if not ssd_triton.fits(inputs.x_BSND, inputs.b_BSGZ):
-        cannot = ("compile", "triton")
+        cannot = (*cannot, "triton")
     return _SSD_SCAN.on(inputs.x_BSND.device, without=cannot)(*inputs)
 
 
@@ -303,4 +304,10 @@ def _heads_last(x_XSD: Tensor, rows: int) -> Tensor:
     return _by_group(x_XSD, rows).transpose(1, 2)
 
 
-_SSD_SCAN = Kernel("ssd_scan", _ssd_scan, triton=ssd_triton.ssd_scan)
+_SSD_SCAN = Kernel(
+    "ssd_scan",
+    _ssd_scan,
+    triton=ssd_triton.ssd_scan,
+    packages={"mamba-ssm": packages.ssd_scan},
+    preferred=("mamba-ssm",),
+)

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import (
 
 from megtool.errors import UsageError
 from megtool.kernels.attention.dot_product import OPERATION
-from megtool.kernels.dispatch import Implementation, requested_implementation, use
+from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.transformer_engine.linear import Contexts, contexts_again
 from megtool.model.stacks.decoder import Decoder
 from megtool.model.stacks.encoder_decoder import EncoderDecoder
 from megtool.model.stacks.layer import TransformerLayer
 from megtool.model.stacks.lora import Adapter
 from megtool.model.stacks.unpacked_forward import UnpackedForward
+from megtool.options.kernels import Implementation
 
 Granularity = Literal["full", "selective"]
 

@@ -20,6 +20,7 @@ from megtool.options.groups import (
     TextRecords,
     TokenizerChoice,
 )
+from megtool.options.kernels import Implementation
 from megtool.options.layout import ParallelConfig
 from megtool.train.options.data import RowBuildingOptions
 from megtool.train.options.data_parallel import DataParallelOptions
@@ -209,11 +210,12 @@ class TrainConfig(TokenizerChoice):
     parallel: TrainLayoutOptions = group(TrainLayoutOptions)
     # ---- Running
     device: str | None = option(RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.")
-    kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
+    kernels: Implementation = option(
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's, with its modules "
         "for norms with linear layers, MLPs, experts and attention, as --dry-run lists them, and "
-        "Adam.",
+        "Adam. fla, mamba-ssm, causal-conv1d, liger: that package's, where it has the operation; "
+        "auto takes those installed on a GPU.",
         "auto",
     )
     threads: int | None = option(RUNNING, "Threads; default: as many as torch uses.", minimum=1)

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megtool.kernels.dispatch import Implementation, use
+from megtool.kernels.dispatch import use
 from megtool.kernels.recurrence import chunked_triton, delta_rule, delta_rule_triton
 from megtool.kernels.recurrence.causal_conv import runs_of
 from megtool.kernels.recurrence.delta_rule import gated_delta_rule, gated_delta_step
+from megtool.options.kernels import Implementation
 from tests.support.models.delta_rule_cases import (
     F64,
     check_16_bits,

@@ -25,10 +25,11 @@ from torch import Tensor  # noqa: E402
 from megtool.convert.families.detection import family  # noqa: E402
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep  # noqa: E402
 from megtool.inference.forward import Forward  # noqa: E402
-from megtool.kernels.dispatch import Implementation, use  # noqa: E402
+from megtool.kernels.dispatch import use  # noqa: E402
 from megtool.kernels.graphs.cuda_graphs import CudaGraphs  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.stacks.decoder import Decoder  # noqa: E402
+from megtool.options.kernels import Implementation  # noqa: E402
 from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
 from megtool.spec import layer_sets  # noqa: E402
 from megtool.spec.model_config import ModelConfig  # noqa: E402
