@@ -35,6 +35,7 @@ OPTIONS = {
     "kquants_speed.py": ["--rounds", "1", "--mib", "0.5"],
     "prefetch_speed.py": ["--rounds", "1", "--steps", "4", "--samples", "2", "--compute-ms", "2"],
     "gpu_speed.py": [],
+    "fp8_traffic.py": [],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
     "delta_rule_speed.py": ["--tokens", "70", "--rounds", "1"],
     "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],

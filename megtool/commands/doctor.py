@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megtool.commands.options.checkpoints import DoctorOptions
 from megtool.console import format_bytes, several
-from megtool.kernels.choices import KernelChoice
 from megtool.machine.abilities import Ability, find_abilities
 from megtool.machine.hardware import Hardware, find_hardware
 from megtool.machine.packages import Extra, find_extras
 from megtool.report.sections import Report, Row, Section, Table
 from megtool.storage.location_probe import FolderProbe, StoreProbe, probe_location
+
+if TYPE_CHECKING:
+    from megtool.kernels.choices import KernelChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

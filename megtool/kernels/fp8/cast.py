@@ -96,6 +96,69 @@ def quantize_blocks(
     return Quantized(data=_saturate(scaled, kind), scale_inv=scale.reciprocal(), block=block)
 
 
+def current_scale(x: Tensor, kind: Kind, *, margin: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix's amax, the scale from it (`scale_from_amax`) and the scale's reciprocal:
+    0-d fp32, or [E] for a stack [E, M, N]."""
+    _dtype(kind)
+    results = _CURRENT_SCALE.on(x.device)(_stacked(x), kind, margin)
+    return results if x.dim() == 3 else (results[0][0], results[1][0], results[2][0])
+
+
+def cast_both(x: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `x * scale` in FP8, the same codes transposed, and amaxes of parts, in one pass.
+
+    x is [M, N], with one scale (0-d) or one for each row ([M, 1]), or [E, M, N] with one for each
+    matrix ([E]). The parts' amaxes, fp32 [E, parts] (E of a matrix is 1), are NaN where x holds
+    one. On a CPU the transposed codes are a view.
+    """
+    _dtype(kind)
+    rows, columns, parts = _CAST_BOTH.on(x.device)(_stacked(x), scale.reshape(-1), kind)
+    return (rows, columns, parts) if x.dim() == 3 else (rows[0], columns[0], parts)
+
+
+def record_amax(parts: Tensor, scale: Tensor, history: Tensor | None) -> Tensor:
+    """Return the reciprocal of a 0-d scale, and record an amax.
+
+    `history` (0-d fp32, if there is one) is raised in place to the largest of the amaxes that
+    `cast_both` returns for a matrix.
+    """
+    return _RECORD_AMAX.on(parts.device)(parts, scale, history)
+
+
+def quantize_both(x: Tensor, kind: Kind, *, group: int) -> tuple[Quantized, Quantized]:
+    """Quantize a matrix, or each of a stack, with a power of two for `group` elements of a row; and
+    transposed, with one for `group` elements of a column, in one pass.
+
+    Both are rounded from the original values: `quantize_blocks` of x and of its transpose.
+    """
+    _dtype(kind)
+    results = _QUANTIZE_BOTH.on(x.device)(_stacked(x), kind, group)
+    rows, rows_inv, columns, columns_inv = results if x.dim() == 3 else (r[0] for r in results)
+    return (
+        Quantized(data=rows, scale_inv=rows_inv, block=(1, group)),
+        Quantized(data=columns, scale_inv=columns_inv, block=(1, group)),
+    )
+
+
+def quantize_squares(x: Tensor, kind: Kind, *, block: int) -> tuple[Quantized, Quantized]:
+    """Quantize a matrix, or each of a stack, with a power of two for `block` x `block` elements.
+
+    The second result has the same codes transposed. One pass: see `quantize_blocks`.
+    """
+    _dtype(kind)
+    results = _QUANTIZE_SQUARES.on(x.device)(_stacked(x), kind, block)
+    rows, columns, scale_inv = results if x.dim() == 3 else (r[0] for r in results)
+    square = (block, block)
+    return (
+        Quantized(data=rows, scale_inv=scale_inv, block=square),
+        Quantized(data=columns, scale_inv=scale_inv.transpose(-1, -2), block=square),
+    )
+
+
+def _stacked(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x.unsqueeze(0)
+
+
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of FP8 data: multiplied in fp32, rounded once to `dtype`."""
     scale_inv = q.scale_inv
@@ -141,4 +204,48 @@ def spread_scale(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Te
     return spread.repeat_interleave(columns, -1)[..., : shape[-1]]
 
 
+def _current_scale(x_EMN: Tensor, kind: Kind, margin: int) -> tuple[Tensor, Tensor, Tensor]:
+    if x_EMN.numel():
+        largest = x_EMN.abs().amax((1, 2)).float()
+    else:
+        largest = torch.zeros(x_EMN.shape[0], device=x_EMN.device)
+    scale = scale_from_amax(largest, kind, margin=margin)
+    return largest, scale, scale.reciprocal()
+
+
+def _cast_both(x_EMN: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    wide = x_EMN.float()
+    is_rowwise = len(x_EMN) == 1 and scale.numel() > 1
+    spread = scale.view(1, -1, 1) if is_rowwise else scale.view(-1, 1, 1)
+    data = _saturate(wide * spread, kind)
+    parts = wide.abs().amax((1, 2)) if x_EMN.numel() else wide.new_zeros(len(x_EMN))
+    return data, data.transpose(1, 2), parts.unsqueeze(1)
+
+
+def _record_amax(parts: Tensor, scale: Tensor, history: Tensor | None) -> Tensor:
+    if history is not None:
+        torch.maximum(history, parts.amax(), out=history)
+    return scale.reciprocal()
+
+
+def _quantize_both(x_EMN: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = (
+        quantize_blocks(x, kind, block=(1, group), power_of_two=True)
+        for x in (x_EMN, x_EMN.transpose(1, 2))
+    )
+    return rows.data, rows.scale_inv, columns.data, columns.scale_inv
+
+
+def _quantize_squares(x_EMN: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    q = quantize_blocks(x_EMN, kind, block=(block, block), power_of_two=True)
+    return q.data, q.data.transpose(1, 2), q.scale_inv
+
+
 _CAST = Kernel("cast to FP8", _cast_fp8, triton=fp8_triton.cast_fp8)
+_CURRENT_SCALE = Kernel("scale of a tensor", _current_scale, triton=fp8_triton.scale_of)
+_CAST_BOTH = Kernel("cast to FP8 both ways", _cast_both, triton=fp8_triton.cast_both)
+_RECORD_AMAX = Kernel("amax into a history", _record_amax, triton=fp8_triton.record_amax)
+_QUANTIZE_BOTH = Kernel("FP8 groups both ways", _quantize_both, triton=fp8_triton.quantize_both)
+_QUANTIZE_SQUARES = Kernel(
+    "FP8 blocks both ways", _quantize_squares, triton=fp8_triton.quantize_squares
+)

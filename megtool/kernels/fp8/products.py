@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels.fp8.cast import Quantized, dequantize
+from megtool.kernels.wgrad_accumulation import GradientSum
 
 _MULTIPLE = 16  # what FP8 products on CUDA need rows, columns and sums to be
 _BLOCK, _MX_BLOCK = 128, 32
@@ -71,6 +72,37 @@ def multiply(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, *, fast: bool
         )
         return product[:m, :n]
     return _multiply_blocks(a_MK, b_NK, (a, b), dtype)[:m, :n]
+
+
+def add_product(total: GradientSum, a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype) -> None:
+    """Add `a b^T` to the sum of a weight's gradients.
+
+    cuBLAS's FP8 products as PyTorch calls them write their output and do not add to it. The first
+    one of a step with one scale each is written to the sum itself, in its dtype; others are rounded
+    to `dtype`, and added by one more pass.
+    """
+    main_MN, overwrite = total.begin()
+    sides = (*a_MK.data.shape, *b_NK.data.shape)
+    is_direct = (
+        overwrite
+        and dense_arithmetic(a_MK, b_NK) == "fp8"
+        and a_MK.block == (0, 0)
+        and main_MN.is_contiguous()
+        and all(n % _MULTIPLE == 0 for n in sides)
+    )
+    if is_direct:
+        torch._scaled_mm(
+            a_MK.data.contiguous(),
+            b_NK.data.contiguous().t(),
+            scale_a=a_MK.scale_inv,
+            scale_b=b_NK.scale_inv,
+            out_dtype=main_MN.dtype,
+            out=main_MN,
+        )
+    else:
+        put = main_MN.copy_ if overwrite else main_MN.add_
+        put(multiply(a_MK, b_NK, dtype))
+    total.end()
 
 
 def _multiply_blocks(
@@ -128,6 +160,8 @@ def tiled_exponents(scale_inv_MG: Tensor, rows: int) -> Tensor:
 def _filled(scale_inv: Tensor, rows: int, columns: int) -> Tensor:
     """Scales of more rows and columns, of ones."""
     more = (0, columns - scale_inv.shape[1], 0, rows - scale_inv.shape[0])
+    if not any(more):
+        return scale_inv
     return F.pad(scale_inv, more, value=1.0)
 
 

@@ -57,8 +57,12 @@ class AmaxHistories:
     def record(self, module: int | slice, direction: str, column: int, amax: Tensor) -> None:
         """Record the largest magnitude of a tensor in the current step, or those of several
         modules."""
-        largest = self.history[direction][0, module, column]
+        largest = self.current(module, direction, column)
         torch.maximum(largest, amax, out=largest)
+
+    def current(self, module: int | slice, direction: str, column: int) -> Tensor:
+        """The largest magnitude in the current step, in place: 0-d, or one for each module."""
+        return self.history[direction][0, module, column]
 
     def end_step(self, groups: ProcessGroups) -> None:
         """End the step: update scales from the amax of all ranks, and roll the histories.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,20 @@ from torch.autograd.function import once_differentiable
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.experts.grouped_gemm import add_expert_bias
 from megtool.kernels.fp8.cast import (
-    DTYPES,
-    LARGEST,
     Kind,
     Quantized,
-    quantize_blocks,
+    cast_both,
+    current_scale,
+    quantize_both,
+    quantize_squares,
     scale_from_amax,
 )
 from megtool.kernels.fp8.products import multiply_groups, multiply_rows
+from megtool.kernels.wgrad_accumulation import GradientSum, gradient_sum
 from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config
-from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, Operand
+from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, Operand, StepScope, same_both_ways
 from megtool.optim.fp8.weights import find_fp8_weight
 
 _ALIGNMENT = 16  # rows of an expert, for FP8 products on CUDA
@@ -80,9 +83,10 @@ class ExpertRows:
 
     def amaxes(self, rows_PI: Tensor, experts: int) -> Tensor:
         """The largest magnitude of each expert's rows, fp32 [E]; 0 where it has none."""
-        sizes = rows_PI.abs().amax(1).float() if rows_PI.numel() else rows_PI.new_zeros(0)
+        # A row counts as a matrix of its own.
+        largest_P, _, _ = current_scale(rows_PI.unsqueeze(1), "e4m3")
         out = torch.zeros(experts + 1, device=rows_PI.device)
-        return out.scatter_reduce_(0, self.ids_P, sizes.float(), "amax")[:experts]
+        return out.scatter_reduce_(0, self.ids_P, largest_P, "amax")[:experts]
 
 
 class ExpertScaling(ABC):
@@ -93,13 +97,20 @@ class ExpertScaling(ABC):
 
     multiple = 1
 
+    def __init__(self, scope: StepScope | None = None) -> None:
+        self.scope = scope or StepScope()
+
     @abstractmethod
     def input(self, x_PI: Tensor, rows: ExpertRows, *, is_training: bool) -> Operand:
         """The operand of rows in a layout."""
 
-    @abstractmethod
     def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
         """The operand of the weights."""
+        return self.scope.cast(self, partial(self.cast_weight, w_EOI, is_training=is_training))
+
+    @abstractmethod
+    def cast_weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
+        """Make the operand of the weights."""
 
     @abstractmethod
     def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
@@ -109,7 +120,14 @@ class ExpertScaling(ABC):
 class TensorwiseExperts(ExpertScaling):
     """One scale for each expert's rows, weight and gradient: by their own amax."""
 
-    def __init__(self, settings: Fp8Config, experts: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        settings: Fp8Config,
+        experts: int,
+        device: torch.device | str,
+        scope: StepScope | None = None,
+    ) -> None:
+        super().__init__(scope)
         self.settings, self.experts = settings, experts
         self.multiple = _ALIGNMENT if torch.device(device).type == "cuda" else 1
 
@@ -129,22 +147,18 @@ class TensorwiseExperts(ExpertScaling):
         kind = self.settings.backward
         return self._rows(g_PO, rows, "bwd", GRAD_OUTPUT, kind, is_training=True)
 
-    def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
+    def cast_weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
         kind, fp8_weight = self.settings.forward, find_fp8_weight(w_EOI)
         if fp8_weight is not None:
             self.note_weights(fp8_weight.amax, is_training=is_training)
-            q = fp8_weight.values
-            turned = Quantized(data=q.data.transpose(1, 2), scale_inv=q.scale_inv)
-            return Operand(rows=q, columns=turned)
-        scale_E = self.scales(
-            w_EOI.abs().amax((1, 2)).float(), "fwd", WEIGHT, kind, is_training=is_training
-        )
-        scale_E11 = scale_E.view(-1, 1, 1)
-        data = _saturated(w_EOI, scale_E11, kind)
-        scale_inv = scale_E11.reciprocal()
+            return same_both_ways(fp8_weight.values)
+        amaxes_E, _, _ = current_scale(w_EOI, kind)
+        scale_E = self.scales(amaxes_E, "fwd", WEIGHT, kind, is_training=is_training)
+        data, turned, _ = cast_both(w_EOI, scale_E, kind)
+        scale_inv = scale_E.reciprocal().view(-1, 1, 1)
         return Operand(
             rows=Quantized(data=data, scale_inv=scale_inv),
-            columns=Quantized(data=data.transpose(1, 2), scale_inv=scale_inv),
+            columns=Quantized(data=turned, scale_inv=scale_inv),
         )
 
     def _rows(
@@ -160,10 +174,10 @@ class TensorwiseExperts(ExpertScaling):
         amaxes_E = rows.amaxes(x_PI, self.experts)
         scale_E = self.scales(amaxes_E, direction, column, kind, is_training=is_training)
         scale_P1 = torch.cat((scale_E, scale_E.new_ones(1)))[rows.ids_P].unsqueeze(1)
-        data, scale_inv = _saturated(x_PI, scale_P1, kind), scale_P1.reciprocal()
+        (data, turned, _), scale_inv = cast_both(x_PI, scale_P1, kind), scale_P1.reciprocal()
         return Operand(
             rows=Quantized(data=data, scale_inv=scale_inv),
-            columns=Quantized(data=data.t(), scale_inv=scale_inv.t()),
+            columns=Quantized(data=turned, scale_inv=scale_inv.t()),
         )
 
 
@@ -178,8 +192,9 @@ class DelayedExperts(TensorwiseExperts):
         histories: AmaxHistories,
         modules: range,
         device: torch.device | str,
+        scope: StepScope | None = None,
     ) -> None:
-        super().__init__(histories.settings, len(modules), device)
+        super().__init__(histories.settings, len(modules), device, scope)
         self.histories, self.modules = histories, slice(modules.start, modules.stop)
 
     def scales(
@@ -202,7 +217,8 @@ class DelayedExperts(TensorwiseExperts):
 class BlockwiseExperts(ExpertScaling):
     """Powers of two for blocks along the summed dim: see `BlockwiseScaling` and `MxScaling`."""
 
-    def __init__(self, settings: Fp8Config) -> None:
+    def __init__(self, settings: Fp8Config, scope: StepScope | None = None) -> None:
+        super().__init__(scope)
         self.settings = settings
         self.multiple = MX_BLOCK if settings.fp8_recipe == "mxfp8" else BLOCK
 
@@ -212,23 +228,17 @@ class BlockwiseExperts(ExpertScaling):
     def gradient(self, g_PO: Tensor, rows: ExpertRows) -> Operand:
         return self._both_ways(g_PO, self.settings.backward)
 
-    def weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
+    def cast_weight(self, w_EOI: Tensor, *, is_training: bool) -> Operand:
         if self.multiple == MX_BLOCK:
             return self._both_ways(w_EOI, self.settings.forward)
-        block, fp8_weight = (BLOCK, BLOCK), find_fp8_weight(w_EOI)
+        fp8_weight = find_fp8_weight(w_EOI)
         if fp8_weight is not None:
-            q = fp8_weight.values
-        else:
-            q = quantize_blocks(w_EOI, self.settings.forward, block=block, power_of_two=True)
-        scale_inv = q.scale_inv.transpose(1, 2)
-        turned = Quantized(data=q.data.transpose(1, 2), scale_inv=scale_inv, block=block)
-        return Operand(rows=q, columns=turned)
+            return same_both_ways(fp8_weight.values)
+        rows, columns = quantize_squares(w_EOI, self.settings.forward, block=BLOCK)
+        return Operand(rows=rows, columns=columns)
 
     def _both_ways(self, x: Tensor, kind: Kind) -> Operand:
-        rows, columns = (
-            quantize_blocks(y, kind, block=(1, self.multiple), power_of_two=True)
-            for y in (x, x.transpose(-1, -2))
-        )
+        rows, columns = quantize_both(x, kind, group=self.multiple)
         return Operand(rows=rows, columns=columns)
 
 
@@ -236,7 +246,8 @@ def expert_product(
     rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, scaling: ExpertScaling
 ) -> Tensor:
     """`x W[e]^T` for rows sorted by expert, in x's dtype, from FP8 operands, and both gradients."""
-    args = (rows_RI, weight_EOI, counts_E, scaling, torch.is_grad_enabled())
+    has_grad = torch.is_grad_enabled()
+    args = (rows_RI, weight_EOI, counts_E, scaling, has_grad, gradient_sum(weight_EOI))
     out: Tensor = _ExpertProduct.apply(*args)  # type: ignore[no-untyped-call]
     return out
 
@@ -263,6 +274,7 @@ class _ExpertProduct(torch.autograd.Function):
         counts_E: Tensor,
         scaling: ExpertScaling,
         is_training: bool,
+        total: GradientSum | None,
     ) -> Tensor:
         layout = ExpertRows.of(counts_E, rows_RI.shape[0], scaling.multiple)
         rows = scaling.input(layout.spread(rows_RI), layout, is_training=is_training)
@@ -276,12 +288,15 @@ class _ExpertProduct(torch.autograd.Function):
         ctx.save_for_backward(*saved, layout.places_R, layout.ids_P, layout.ends_E)
         ctx.blocks = weight.columns.block, rows.columns.block
         ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_EOI.dtype, requested_implementation()
+        ctx.total = total
         ends_E, dtype = layout.ends_E, rows_RI.dtype
         return layout.collect(multiply_groups(rows.rows, weight.rows, ends_E, dtype, fast=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, g_RO: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         weight, weight_scale, rows, rows_scale, places_R, ids_P, ends_E = ctx.saved_tensors
         of_weight, of_rows = ctx.blocks
         layout = ExpertRows(places_R, ids_P, ends_E)
@@ -294,13 +309,12 @@ class _ExpertProduct(torch.autograd.Function):
         if rows is not None:
             q = Quantized(data=rows, scale_inv=rows_scale, block=of_rows)
             g_weight_EOI = multiply_rows(grad.columns, q, ends_E, ctx.dtype)
-        return g_rows_RI, g_weight_EOI, None, None, None
-
-
-def _saturated(x: Tensor, scale: Tensor, kind: Kind) -> Tensor:
-    """Values times scales that broadcast to them, rounded to FP8."""
-    largest = LARGEST[kind]
-    return (x.float() * scale).clamp(-largest, largest).to(DTYPES[kind])
+            if ctx.total is not None:
+                main_EOI, overwrite = ctx.total.begin()
+                (main_EOI.copy_ if overwrite else main_EOI.add_)(g_weight_EOI)
+                ctx.total.end()
+                g_weight_EOI = None
+        return g_rows_RI, g_weight_EOI, None, None, None, None
 
 
 def make_expert_scaling(
@@ -310,11 +324,12 @@ def make_expert_scaling(
     *,
     histories: AmaxHistories | None = None,
     first: int = 0,
+    scope: StepScope | None = None,
 ) -> ExpertScaling:
     """The scaling of a linear layer of a rank's experts, which are modules `first` and on of
     `histories` with the recipe `delayed`."""
     if histories is not None:
-        return DelayedExperts(histories, range(first, first + experts), device)
+        return DelayedExperts(histories, range(first, first + experts), device, scope)
     if settings.fp8_recipe == "tensorwise":
-        return TensorwiseExperts(settings, experts, device)
-    return BlockwiseExperts(settings)
+        return TensorwiseExperts(settings, experts, device, scope)
+    return BlockwiseExperts(settings, scope)

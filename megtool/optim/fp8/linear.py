@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from megtool.errors import UsageError
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8.cast import Quantized
-from megtool.kernels.fp8.products import multiply
+from megtool.kernels.fp8.products import add_product, multiply
+from megtool.kernels.wgrad_accumulation import GradientSum, gradient_sum
 from megtool.optim.fp8.scaling import Fp8Scaling
 
 LEAST_CAPABILITY = (8, 9)
@@ -33,8 +34,11 @@ def require_products(device: torch.device) -> None:
 
 
 def fp8_product(x: Tensor, weight_OI: Tensor, scaling: Fp8Scaling) -> Tensor:
-    """`x W^T` for `x` `[..., I]` in x's dtype, from FP8 operands, and likewise both gradients."""
-    args = (x, weight_OI, scaling, torch.is_grad_enabled())
+    """`x W^T` for `x` `[..., I]` in x's dtype, from FP8 operands, and likewise both gradients.
+
+    The weight's gradient goes straight to its sum (`kernels.wgrad_accumulation`) where it has one.
+    """
+    args = (x, weight_OI, scaling, torch.is_grad_enabled(), gradient_sum(weight_OI))
     out: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
     return out
 
@@ -42,7 +46,12 @@ def fp8_product(x: Tensor, weight_OI: Tensor, scaling: Fp8Scaling) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, scaling: Fp8Scaling, is_training: bool
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        scaling: Fp8Scaling,
+        is_training: bool,
+        total: GradientSum | None,
     ) -> Tensor:
         x_TI = x.reshape(-1, x.shape[-1])
         rows = scaling.input(x_TI, is_training=is_training)
@@ -57,16 +66,17 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.blocks = weight.columns.block, rows.columns.block
         ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_OI.dtype, requested_implementation()
+        ctx.total = total
         y = multiply(rows.rows, weight.rows, x.dtype, fast=True)
         return y.view(*x.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         weight, weight_scale, rows, rows_scale = ctx.saved_tensors
         of_weight, of_rows = ctx.blocks
         if weight is None and rows is None:
-            return None, None, None, None
+            return None, None, None, None, None
         with use(ctx.asked):
             grad = ctx.scaling.gradient(g.reshape(-1, g.shape[-1]))
         gx = gw_OI = None
@@ -75,5 +85,8 @@ class _Product(torch.autograd.Function):
             gx = multiply(grad.rows, q, g.dtype).view(*g.shape[:-1], -1)
         if rows is not None:
             q = Quantized(data=rows, scale_inv=rows_scale, block=of_rows)
-            gw_OI = multiply(grad.columns, q, ctx.dtype)
-        return gx, gw_OI, None, None
+            if ctx.total is None:
+                gw_OI = multiply(grad.columns, q, ctx.dtype)
+            else:
+                add_product(ctx.total, grad.columns, q, ctx.dtype)
+        return gx, gw_OI, None, None, None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megtool.convert.families.nested import MEGATRON_PREFIX
 from megtool.errors import MappingError, UsageError
@@ -41,7 +41,7 @@ from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.experts import expert_linear, make_expert_scaling
 from megtool.optim.fp8.linear import fp8_product, require_products
-from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, make_scaling
+from megtool.optim.fp8.scaling import BLOCK, MX_BLOCK, StepScope, make_scaling
 from megtool.optim.fp8.transformer_engine import (
     TeAmaxHistories,
     TeTraining,
@@ -119,6 +119,8 @@ class Fp8Feature(TrainingFeature):
     `kernels.dispatch.use("te")` Transformer Engine's modules and recipes compute these layers, as
     `te_layers` chooses them, and end a step of delayed scaling with every pass; experts that they
     cannot compute are not in FP8. `te_excluded` are modules that are not to be used, and why.
+    Weights are cast once a step, at their first use, if `keeps_casts`; a captured graph would
+    repeat the products with the casts of the step that it was captured in.
 
     Raises:
         MissingPackageError: Transformer Engine is needed and cannot be loaded.
@@ -132,12 +134,15 @@ class Fp8Feature(TrainingFeature):
         settings: Fp8Config | ModulePrecisions,
         groups: ProcessGroups,
         te_excluded: Mapping[TeKind, str] | None = None,
+        *,
+        keeps_casts: bool = True,
     ) -> None:
         require_products(groups.device)
         first = stages[0]
         if first.dtype == torch.float16:
             raise _fp16_error()
         self.groups, self.param_gather = groups, False
+        self._scope, self._keeps_casts = StepScope(), keeps_casts
         if isinstance(settings, Fp8Config):
             settings = uniform_precisions(settings, first.config.num_layers)
         self.precisions, self._stages = settings, stages
@@ -194,11 +199,16 @@ class Fp8Feature(TrainingFeature):
             own = histories if m.settings.fp8_recipe == "delayed" else None
             if isinstance(m.module, ExpertLinear):
                 experts = make_expert_scaling(
-                    m.settings, m.num_histories, self.groups.device, histories=own, first=m.first
+                    m.settings,
+                    m.num_histories,
+                    self.groups.device,
+                    histories=own,
+                    first=m.first,
+                    scope=self._scope,
                 )
                 m.module.product = partial(expert_linear, scaling=experts)
             else:
-                scaling = make_scaling(m.settings, histories=own, module=m.first)
+                scaling = make_scaling(m.settings, histories=own, module=m.first, scope=self._scope)
                 if isinstance(m.module, DownLinear) and m.module.sequence_parallel:
                     scaling.group = m.module.group
                 m.module.product = partial(fp8_product, scaling=scaling)
@@ -269,7 +279,13 @@ class Fp8Feature(TrainingFeature):
             precisions = choose_precisions(settings, inputs.source)
         if precisions is None:
             return None
-        feature = cls(stages, precisions, stages[0].groups, excluded_kinds(settings))
+        feature = cls(
+            stages,
+            precisions,
+            stages[0].groups,
+            excluded_kinds(settings),
+            keeps_casts=settings.cuda_graph_impl == "none",
+        )
         feature.param_gather = settings.fp8.fp8_param_gather
         return feature
 
@@ -334,14 +350,21 @@ class Fp8Feature(TrainingFeature):
         """Every layer has scales from an earlier step, so that passes no longer differ."""
         return self.histories is None or not any(self.histories.is_fresh)
 
+    def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
+        """Keep the casts of weights from now on, until the optimizer has changed the weights."""
+        if self._keeps_casts:
+            self._scope.begin()
+
     def end_step(self) -> dict[str, float]:
         """Update scales from the amax of all ranks."""
+        self._scope.end()
         if self.histories is not None:
             self.histories.end_step(self.groups)
         return {}
 
     def remove(self) -> None:
         """Restore the linear layers."""
+        self._scope.end()
         for member in self._members:
             member.module.product = None
         if self._is_by_te:

@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8.cast import Quantized
 from megtool.kernels.fp8.products import multiply
+from megtool.kernels.wgrad_accumulation import set_gradient_sum
 from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.config import Fp8Config, Recipe
 from megtool.optim.fp8.linear import fp8_product
-from megtool.optim.fp8.scaling import Fp8Scaling, Operand, TensorwiseScaling, make_scaling
+from megtool.optim.fp8.scaling import (
+    Fp8Scaling,
+    Operand,
+    StepScope,
+    TensorwiseScaling,
+    make_scaling,
+)
 from megtool.parallel.process_groups import ProcessGroups
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -241,3 +248,72 @@ def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
     thread.start()
     thread.join()
     assert seen == ["torch"]
+
+
+class Sum:
+    """A sum of gradients in fp32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.main, self.count = torch.full(weight.shape, torch.nan), 0
+
+    def begin(self) -> tuple[Tensor, bool]:
+        """The sum, and whether it is to be overwritten."""
+        return self.main, self.count == 0
+
+    def end(self) -> None:
+        """A gradient was added."""
+        self.count += 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_weights_go_straight_to_their_sum(recipe: Recipe) -> None:
+    weight = nn.Parameter(tensors(0, 8, 48, 32, torch.bfloat16)[1])
+    batches = [tensors(seed, 40, 48, 32, torch.bfloat16) for seed in (1, 2)]
+    expected = torch.zeros(32, 48)
+    for x, _, g in batches:
+        scaling, _ = made(Fp8Config(fp8_recipe=recipe))
+        (gw,) = torch.autograd.grad(fp8_product(x, weight, scaling), weight, g)
+        expected += gw
+    total = Sum(weight)
+    set_gradient_sum(weight, total)  # type: ignore[arg-type]
+    for x, _, g in batches:
+        scaling, _ = made(Fp8Config(fp8_recipe=recipe))
+        fp8_product(x, weight, scaling).backward(g)
+    assert weight.grad is None
+    assert total.count == 2
+    assert torch.equal(total.main, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_cast_once_a_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, g = tensors(0, 24, 48, 32, torch.float32)
+    settings, scope = Fp8Config(fp8_recipe=recipe), StepScope()
+    histories = AmaxHistories(1, settings) if recipe == "delayed" else None
+    scaling = make_scaling(settings, histories=histories, scope=scope)
+    casts: list[int] = []
+    cast = scaling.cast_weight
+
+    def counted(w_OI: Tensor, *, is_training: bool) -> Operand:
+        casts.append(1)
+        return cast(w_OI, is_training=is_training)
+
+    monkeypatch.setattr(scaling, "cast_weight", counted)
+    counts, products = [], []
+    for step in range(2):
+        weight = weight * 1.5 if step else weight
+        scope.begin()
+        products.append([passed(x, weight, g, scaling) for _ in range(3)])
+        scope.end()
+        counts.append(len(casts))
+        if histories is not None:
+            histories.end_step(ProcessGroups.alone())
+    assert counts == [1, 2]
+    for first, *others in products:
+        for one in others:
+            for ours, theirs in zip(one, first, strict=True):
+                assert torch.equal(ours, theirs)
+    # The second step has the second step's weight.
+    assert not torch.equal(products[0][0][0], products[1][0][0])
+    passed(x, weight, g, scaling)
+    passed(x, weight, g, scaling)
+    assert len(casts) == 4, "outside of a step every pass casts"

@@ -188,6 +188,24 @@ def _experts(dtype: torch.dtype) -> _Calls:
             cast_triton.cast_fp8(_empty(TOKENS, 4096, dtype=dtype), scale, kind)
 
         yield "cast to FP8", kind, cast
+        for rows, columns in ((TOKENS, 4096), (TOKENS, 14336)):
+            x, shape = _empty(1, rows, columns, dtype=dtype), f"{rows} x {columns} {kind}"
+
+            def both(x: Tensor = x, kind: str = kind) -> None:
+                cast_triton.scale_of(x, kind, 0)
+                cast_triton.cast_both(x, _empty(1, dtype=FP32), kind)
+                _, _, parts = cast_triton.cast_both(x, _empty(x.shape[1], dtype=FP32), kind)
+                one = torch.empty((), dtype=FP32, device="meta")
+                cast_triton.record_amax(parts, one, one)
+                cast_triton.record_amax(parts, one, None)
+
+            def groups(x: Tensor = x, kind: str = kind) -> None:
+                cast_triton.quantize_both(x, kind, 128)
+                cast_triton.quantize_both(x, kind, 32)
+                cast_triton.quantize_squares(x, kind, 128)
+
+            yield "FP8 both ways", shape, both
+            yield "FP8 groups both ways", shape, groups
 
 
 def _recurrences(dtype: torch.dtype) -> _Calls:

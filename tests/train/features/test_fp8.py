@@ -64,6 +64,8 @@ def curve(
     for _ in range(steps):
         made.zero_grad()
         made.begin(micro)
+        if fp8 is not None:
+            fp8.begin_step(labels_BS, 1.0)
         total = torch.zeros(())
         for text, wanted in zip(
             tokens_BS.chunk(size)[rank].chunk(micro),
