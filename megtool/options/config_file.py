@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from megtool.errors import FormatError, UsageError
 from megtool.options.field import convert_value, flag, nest_options, option_fields
-from megtool.storage.files import read_limited
 from megtool.storage.location.path import location
 
 T = TypeVar("T")
@@ -95,6 +94,8 @@ def _read_yaml(path: Path) -> Any:
             if is_alias and not isinstance(node, yaml.ScalarNode):
                 raise yaml.YAMLError("an alias of a list or a mapping")
             return node
+
+    from megtool.storage.files import read_limited  # which imports numpy, for files alone
 
     try:
         return yaml.load(read_limited(path, _MAX_BYTES), Loader=Loader)
