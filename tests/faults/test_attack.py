@@ -38,8 +38,14 @@ FAMILIES = {
     "nested": 20,
     "kills": 104,
     "environments": 250,
+    "inputs": 600,
+    "disks": 300,
+    "rivals": 60,
 }
 """The attempts of each family in a whole attack; those that list their attempts may have fewer."""
+
+SLOW = ("inputs", "disks", "rivals")
+"""Families that make more files than the specimens first."""
 
 
 def run_family(family: str, root: Path, *, seed: int, scale: float) -> Outcome:
@@ -96,8 +102,9 @@ def attack(*arguments: str) -> dict[str, tuple[int, list[str]]]:
 
 def test_a_sample_of_every_attack(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     root = shutil.copytree(specimens.shared_specimens(tmp_path_factory), tmp_path / "attack")
-    found = attack("--scale", "0.03", "--keep", str(root))
-    assert len(found) == len(FAMILIES)
+    sampled = [family for family in FAMILIES if family not in SLOW]
+    found = attack(*sampled, "--scale", "0.03", "--keep", str(root))
+    assert len(found) == len(sampled)
     assert sum(tried for tried, _ in found.values()) > 50
     assert {family: faults for family, (_, faults) in found.items() if faults} == {}
 

@@ -201,7 +201,7 @@ def _deny(root: Path, kind: str, pattern: str, verb: str) -> str | None:
 
 
 @contextmanager
-def _small_disk(folder: Path, size: int) -> Iterator[bool]:
+def small_disk(folder: Path, size: int) -> Iterator[bool]:
     """Mount a file system of `size` bytes; whether that was possible."""
     libc = ctypes.CDLL(None, use_errno=True)
     is_mounted = libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size={size}".encode()) == 0
@@ -215,7 +215,7 @@ def _small_disk(folder: Path, size: int) -> Iterator[bool]:
 def _fill_disk(root: Path, maker: str) -> str | None:
     folder = root / "disk"
     folder.mkdir(exist_ok=True)
-    with _small_disk(folder, 96 << 10) as is_mounted:
+    with small_disk(folder, 96 << 10) as is_mounted:
         setup = None if is_mounted else SETUPS["files of 64 KiB"]
         out = folder / specimens.SINGLE_FILES.get(maker, "out")
         done = run(specimens.command(root, maker, out), setup=setup)
