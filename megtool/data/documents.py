@@ -299,7 +299,13 @@ def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
         ) from e
     size = path.stat().st_size
     try:
-        with path.open("rb") as raw, pq.ParquetFile(raw) as file:
+        with path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES) as head:
+            wanted = {fields.chosen} if fields.chosen else {*_FIELDS, "completion"}
+            _check_expansion(head.metadata, wanted | set(fields.extras), path)
+            texts = [c.path for c in head.schema if c.physical_type == "BYTE_ARRAY"]
+        # A text that many rows share is one text in memory as long as its column is a dictionary.
+        options = {"read_dictionary": texts, "buffer_size": _BUFFER_BYTES}
+        with path.open("rb") as raw, pq.ParquetFile(raw, **options) as file:
             columns = file.schema_arrow.names
             names = [fields.chosen] if fields.chosen else [*_FIELDS, "completion"]
             names = [n for n in names if n in columns]
@@ -308,7 +314,8 @@ def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
                 _document(dict.fromkeys(columns), fields, file=str(path), number=0, num_bytes=0)
             names += [n for n in fields.extras if n in columns and n not in names]
             for batch in file.iter_batches(batch_size=_ROWS, columns=names):
-                for record in batch.to_pylist():
+                for row in range(batch.num_rows):
+                    (record,) = batch.slice(row, 1).to_pylist()
                     number += 1
                     now = size * number // rows
                     yield _document(
@@ -318,6 +325,32 @@ def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
     except pa.ArrowException as e:
         raise FormatError(f"the parquet file is invalid: {e}", file=path) from e
 
+
+def _check_expansion(metadata: Any, names: set[str], path: Path) -> None:
+    """Refuse columns of `names` that are packed better than any text, and take gigabytes.
+
+    Raises:
+        FormatError: there is one.
+    """
+    for group in range(metadata.num_row_groups):
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            size = chunk.total_uncompressed_size
+            is_read = chunk.path_in_schema.partition(".")[0] in names
+            if is_read and size > max(
+                _MOST_EXPANSION * chunk.total_compressed_size, MAX_DOCUMENT_BYTES
+            ):
+                raise FormatError(
+                    f"column {chunk.path_in_schema!r} has {chunk.total_compressed_size:,} bytes "
+                    f"that unpack to {size:,}",
+                    file=path,
+                    hint="no text is packed as well: fetch the file again",
+                )
+
+
+_BUFFER_BYTES = 1 << 20
+_MOST_EXPANSION = 250
+"""How many times a column of text may grow when it is unpacked."""
 
 _ROWS = 256
 """Rows of a parquet file that are decoded at once; a row group may hold a million."""

@@ -29,6 +29,12 @@ from megtool.storage.objects.lease import Lease
 from megtool.storage.stores.protocol import Upload
 
 _STAGING = re.compile(r"\.(.+)\.megtool", re.DOTALL)
+_CALIBRATION = re.compile(r"\.(.+)\.calibration", re.DOTALL)
+_CALIBRATION_FILE = re.compile(
+    r"lock|calibration\.json|sensitivity|unit-\d+\.safetensors|(unquantized-)?into-[\d-]+\.bin|\..+\.tmp"
+)
+"""What the resume folder of a calibration holds."""
+
 _SCAN = re.compile(re.escape(SCAN_PREFIX) + r"([a-z][a-z-]*)-[0-9a-f]{16}")
 
 
@@ -59,6 +65,8 @@ class LeftOver:
             return
         if isinstance(self.staging, StorePath):
             _remove_prefix(self.staging)
+        elif _CALIBRATION.fullmatch(self.staging.name):
+            _remove_calibration(Files(), self.staging)
         else:
             _remove_folder(Files(), self.staging)
 
@@ -81,6 +89,9 @@ def _find_on_disk(files: Files, location: Path) -> Iterator[LeftOver]:
     staging = staging_folder(location)
     if location.name and files.lstat(staging) is not None:
         yield _describe_folder(files, staging, location)
+    work = location.with_name(f".{location.name}.calibration") if location.name else location
+    if location.name and files.lstat(work) is not None:
+        yield _describe_calibration(files, work, location)
     folders = [location] if location.is_dir() else []
     for folder in folders:  # the list grows during the loop
         for name in files.names(folder):
@@ -90,6 +101,8 @@ def _find_on_disk(files: Files, location: Path) -> Iterator[LeftOver]:
             match = _STAGING.fullmatch(name)
             if match is not None:
                 yield _describe_folder(files, path, folder / match[1])
+            elif match := _CALIBRATION.fullmatch(name):
+                yield _describe_calibration(files, path, folder / match[1])
             elif name == SAVE_STAGING:
                 yield _describe_folder(files, path, folder)
             elif _SCAN.fullmatch(name):
@@ -131,6 +144,35 @@ def _describe_folder(files: Files, staging: Path, destination: Path) -> LeftOver
         num_bytes=sum(sizes),
         is_removable=is_removable,
     )
+
+
+def _describe_calibration(files: Files, work: Path, destination: Path) -> LeftOver:
+    """Describe the folder from which an interrupted `quantize` resumes its calibration."""
+    names = files.names(work) if work.is_dir() and not work.is_symlink() else ["no folder"]
+    is_own = all(_CALIBRATION_FILE.fullmatch(name) for name in names)
+    paths = files.tree(work)[0] if is_own else []
+    words = "of a calibration, which the same command resumes" if is_own else "of something else"
+    return LeftOver(
+        destination=destination,
+        staging=work,
+        contents=f"{several(len(paths), 'file')} {words}",
+        holder=find_holder(files, work / LOCK) or "" if LOCK in names else "",
+        num_bytes=sum(s.st_size for path in paths if (s := files.lstat(path)) is not None),
+        is_removable=is_own,
+    )
+
+
+def _remove_calibration(files: Files, work: Path) -> None:
+    """Remove the resume folder of a calibration under its own lock."""
+    lock = LockFile(files, work / LOCK, lambda: None)
+    try:
+        for name in files.names(work):
+            if name != LOCK:
+                files.remove(work / name)
+        files.remove(work / LOCK)
+    finally:
+        lock.release()
+    files.remove_empty(work)
 
 
 def _scan_words(folder: Path) -> list[str]:

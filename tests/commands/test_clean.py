@@ -8,6 +8,9 @@ import pytest
 
 from megtool import clean, inspect, reshard
 from megtool.errors import FormatError, StorageError
+from megtool.quant.calibration.fingerprint import Fingerprint
+from megtool.quant.calibration.resume_folder import ResumeFolder
+from megtool.quant.qparams import QParams
 from megtool.staging.open_stage import open_stage
 from megtool.storage.files import Files
 from megtool.storage.location.path import StorePath
@@ -190,3 +193,24 @@ def test_uploads_of_other_programs_are_listed_only(store: CountedStore) -> None:
     assert report.removed == ()
     assert store.num_uploads == 1
     assert report.to_json()["left_overs"][0]["removed"] is False
+
+
+def test_the_folder_of_an_interrupted_calibration_is_known(tmp_path: Path) -> None:
+    work = tmp_path / ".out.calibration"
+    resume = ResumeFolder(
+        work, fingerprint=Fingerprint(model="m", recipe="r", data="d"), settings={"samples": 2}
+    )
+    with resume.claim():
+        resume.write_unit(0, {}, QParams())
+        (row,) = clean(tmp_path, yes=True).left_overs
+        assert row.holder
+        assert work.exists()
+    for place in (tmp_path, tmp_path / "out"):
+        (row,) = clean(place).left_overs
+        assert (row.destination, row.holder) == (tmp_path / "out", "")
+        assert row.num_bytes > 100
+    (work / "notes.txt").write_text("of a user")
+    assert clean(tmp_path, yes=True).removed == ()
+    (work / "notes.txt").unlink()
+    assert len(clean(tmp_path, yes=True).removed) == 1
+    assert list(tmp_path.iterdir()) == []
