@@ -191,7 +191,7 @@ def convert_adapter(options: ConvertAdapterOptions) -> ConvertAdapterReport:
         options.execution,
         options.destination,
         files=Files(),
-        fingerprint=f"adapter {options.source} {options.to}",
+        fingerprint="",  # an adapter is small: nothing of an interrupted run is used
         sources=[options.source, options.base],
     )
     report = ConvertAdapterReport(

@@ -300,8 +300,8 @@ def _parquet(path: Path, fields: _Fields) -> Iterator[Document]:
     size = path.stat().st_size
     try:
         with path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES) as head:
-            wanted = {fields.chosen} if fields.chosen else {*_FIELDS, "completion"}
-            _check_expansion(head.metadata, wanted | set(fields.extras), path)
+            read_names = {fields.chosen} if fields.chosen else {*_FIELDS, "completion"}
+            _check_expansion(head.metadata, read_names | set(fields.extras), path)
             texts = [c.path for c in head.schema if c.physical_type == "BYTE_ARRAY"]
         # A text that many rows share is one text in memory as long as its column is a dictionary.
         options = {"read_dictionary": texts, "buffer_size": _BUFFER_BYTES}

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from megtool.console import single_line
 from megtool.errors import MissingPackageError
 from megtool.storage.files import Files
 
@@ -49,7 +50,7 @@ def plot_loss(
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     if title:
-        axes.set_title(title)
+        axes.set_title(single_line(title), parse_math=False)  # it is the name of a folder
     if losses or evaluations:
         axes.legend()
     image = io.BytesIO()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megtool import clean, reshard
-from tests.stores.test_store_stage_s3 import objects, uploads
 from tests.support.folders import contents
 from tests.support.models import tiny_llama
 from tests.support.paths import ROOT
@@ -57,11 +56,11 @@ def test_a_killed_writer_and_its_rival(
     assert children[1].returncode in (0, 2), text
     assert "Traceback" not in text
     if children[1].returncode == 0 or has_earlier:
-        assert objects(s3_bucket, "run") == whole
+        assert s3_bucket.contents("run/") == whole
     else:
         assert sum(line.startswith("error:") for line in text.splitlines()) == 1
     reshard(source, url, to="torch_dist", tp=2, overwrite=True)
-    assert objects(s3_bucket, "run") == whole
+    assert s3_bucket.contents("run/") == whole
     clean(url, yes=True)
     assert [key for key in s3_bucket.keys("") if ".megtool" in key] == []
-    assert uploads(s3_bucket) == []
+    assert s3_bucket.uploads() == {}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.console import single_line
 from megtool.convert.gguf import (
     LLAMA3,
     LONG,
@@ -40,7 +41,7 @@ def build_model_keys(
     """
     out: dict[str, Any] = {
         "general.type": "model",
-        "general.name": name,
+        "general.name": single_line(name),
         "general.quantization_version": _QUANTIZATION_VERSION,
         "general.file_type": _find_file_type(file_type),
     }

@@ -50,7 +50,19 @@ def list_metadata(
 
 
 def database_spec(folder: Path) -> dict[str, Any]:
-    """The specification of a database for tensorstore."""
+    """The specification of a database for tensorstore.
+
+    Raises:
+        FormatError: the path is not UTF-8, as tensorstore needs it.
+    """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as e:
+        raise FormatError(
+            "the path is not UTF-8, and tensorstore opens no other",
+            file=folder,
+            hint="rename the folder, or copy the database to another",
+        ) from e
     return {
         "driver": "ocdbt",
         "base": {"driver": "file", "path": f"{folder}/"},
