@@ -85,6 +85,8 @@ def _read_yaml(path: Path) -> Any:
         FormatError: it is no YAML, too large, or has aliases of more than a single value, with
             which a small file can grow without end.
     """
+    from megtool.storage.files import read_limited  # which imports numpy
+
     yaml: Any = importlib.import_module("yaml")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
