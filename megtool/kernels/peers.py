@@ -56,10 +56,12 @@ class PeerPackage:
 
 _NEEDS_CUDA = "--no-build-isolation "
 _STATES = frozenset({"scale", "initial_state", "output_final_state", "cu_seqlens"})
+_ATTENTION = frozenset({"softmax_scale", "causal", "window_size", "softcap"})
 _NORM = frozenset({"eps", "offset", "casting_mode", "in_place"})
 
 # Argument names are those of flash-linear-attention 0.5.0 and 0.6.0, mamba-ssm 2.2.0 to
-# 2.3.2.post1, causal-conv1d 1.4.0 to 1.6.1, and liger-kernel 0.7.0 to 0.8.5.
+# 2.3.2.post1, causal-conv1d 1.4.0 to 1.6.1, liger-kernel 0.7.0 to 0.8.5, flash-attn 2.7.0 to 2.8.3,
+# and flash-attn-3 as of 2026-08.
 PACKAGES: Mapping[Peer, PeerPackage] = {
     package.name: package
     for package in (
@@ -113,6 +115,28 @@ PACKAGES: Mapping[Peer, PeerPackage] = {
             },
             runs="norms with weights, and gated silu and gelu by tanh",
             is_triton=True,
+        ),
+        PeerPackage(
+            name="flash-attn",
+            distribution="flash-attn",
+            versions=">=2.7,<3",
+            functions={
+                "flash_attn:flash_attn_func": _ATTENTION,
+                "flash_attn:flash_attn_varlen_func": _ATTENTION,
+            },
+            runs="attention in 16 bits, if asked for by name",
+            build=_NEEDS_CUDA,
+        ),
+        PeerPackage(
+            name="flash-attn-3",
+            distribution="flash-attn-3",
+            versions=">=3.0.0b1,<4",
+            functions={
+                "flash_attn_interface:flash_attn_func": _ATTENTION,
+                "flash_attn_interface:flash_attn_varlen_func": _ATTENTION,
+            },
+            runs="attention in 16 bits on Hopper, if asked for by name",
+            build=_NEEDS_CUDA,
         ),
     )
 }

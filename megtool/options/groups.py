@@ -261,8 +261,9 @@ class RuntimeOptions(ContextParallelism):
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's norms, "
         "activations without limit and offset (no exact gelu) and attention of whole rows in 16 "
-        "bits; the rest is megtool's own. fla, mamba-ssm, causal-conv1d, liger: that package's, "
-        "where it has the operation; auto takes those installed on a GPU.",
+        "bits; the rest is megtool's own. fla, mamba-ssm, causal-conv1d, liger, flash-attn, "
+        "flash-attn-3: that package's, where it has the operation; auto takes the first four on a "
+        "GPU, if they are installed.",
         "auto",
     )
     threads: int | None = option(

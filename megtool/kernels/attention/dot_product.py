@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels import launch
+from megtool.kernels.attention import flash_attention
 from megtool.kernels.attention import flex as attention_flex
 from megtool.kernels.attention import tiles as attention_tiles
 from megtool.kernels.attention import transformer_engine as te_attention
@@ -31,7 +32,7 @@ NUM_PAIRS = 1 << 20
 """Scores, or masks, of so many queries and keys of all rows and heads are made at once."""
 _FEW_QUERIES = 8
 
-Way = Literal["fused", "few", "te", "varlen", "flex", "tiles"]
+Way = Literal["fused", "few", "te", "flash", "varlen", "flex", "tiles"]
 
 
 def attention(
@@ -57,6 +58,9 @@ def attention(
         return _few(*states, mask, rule, sinks_N)
     if way == "te":
         return te_attention.attention(*states, mask, rule.scale, sinks_N)
+    if way == "flash":
+        name = flash_attention.chosen() or "flash-attn"
+        return flash_attention.attention(name, *states, mask, rule)
     if way == "flex":
         return attention_flex.attention(*states, mask, rule, sinks_N).transpose(1, 2)
     table = None if mask.bias is None else mask.bias.table
@@ -86,6 +90,10 @@ def choose_way(
     )
     if is_te and mask.is_plain:
         return "te"
+    if flash_attention.chosen() and flash_attention.is_able(
+        states, mask, rule, has_sinks=has_sinks
+    ):
+        return "flash"
     makes_scores = bool(rule.softcap) or has_sinks
     has_kernel = kind != "cpu" or (not rule.share and (not mask.is_causal or s == keys))
     if mask.is_plain and not makes_scores and has_kernel:

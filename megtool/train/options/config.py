@@ -214,8 +214,8 @@ class TrainConfig(TokenizerChoice):
         RUNNING,
         "Which implementation of fused operations runs. te: Transformer Engine's, with its modules "
         "for norms with linear layers, MLPs, experts and attention, as --dry-run lists them, and "
-        "Adam. fla, mamba-ssm, causal-conv1d, liger: that package's, where it has the operation; "
-        "auto takes those installed on a GPU.",
+        "Adam. fla, mamba-ssm, causal-conv1d, liger, flash-attn, flash-attn-3: that package's, "
+        "where it has the operation; auto takes the first four on a GPU, if they are installed.",
         "auto",
     )
     threads: int | None = option(RUNNING, "Threads; default: as many as torch uses.", minimum=1)

@@ -27,6 +27,10 @@ if not IS_ON_GPU:
 from torch import Tensor  # noqa: E402
 
 from megtool.kernels import peers  # noqa: E402
+from megtool.kernels.attention import flash_attention  # noqa: E402
+from megtool.kernels.attention.dot_product import attention  # noqa: E402
+from megtool.kernels.attention.mask import Mask, Segments  # noqa: E402
+from megtool.kernels.attention.tiles import ScoreRule  # noqa: E402
 from megtool.kernels.dispatch import Kernel, use  # noqa: E402
 from megtool.kernels.elementwise.activation import gated  # noqa: E402
 from megtool.kernels.elementwise.norm import add_rms_norm, layer_norm, rms_norm  # noqa: E402
@@ -129,11 +133,31 @@ def convolutions() -> Iterator[Case]:
     yield "causal_conv, past", lambda x, w: causal_conv(x, w, past_BPC=past), (x, weight)
 
 
+def attentions() -> Iterator[Case]:
+    states = tuple(randn(ROWS, heads, TOKENS, 64) for heads in (4, 2, 2))
+    numbers, places = runs(), torch.arange(TOKENS)
+    first = torch.stack([torch.searchsorted(row, row) for row in numbers])
+    documents = Mask(
+        first_BS=first.to(DEVICE),
+        last_BS=places.expand(ROWS, -1).to(DEVICE),
+        segments=Segments(TOKENS, (-1, 0), numbers.to(DEVICE)),
+    )
+    masks = {", causal": Mask(is_causal=True), ", all keys": Mask(), ", documents": documents}
+    for text, mask in masks.items():
+
+        def run(*given: Tensor, mask: Mask = mask) -> Tensor:
+            return attention(*given, mask, ScoreRule(scale=0.125))
+
+        yield f"attention{text}", run, states
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "liger": norms,
     "fla": delta_rules,
     "mamba-ssm": scans,
     "causal-conv1d": convolutions,
+    "flash-attn": attentions,
+    "flash-attn-3": attentions,
 }
 
 
@@ -170,9 +194,17 @@ def main() -> None:
         return way
 
     Kernel.on = noted  # type: ignore[method-assign]
+    attend = flash_attention.attention
+
+    def noted_attention(*args: Any) -> Tensor:
+        taken.append("attention")
+        return attend(*args)
+
+    flash_attention.attention = noted_attention
+    dtypes = DTYPES[:1] if CASES[name] is attentions else DTYPES  # it takes 16 bits alone
     torch.manual_seed(0)
     for text, run, inputs in CASES[name]():
-        for dtype in DTYPES:
+        for dtype in dtypes:
             taken.clear()
             differences = compare(name, run, inputs, dtype)
             line = {"case": text, "dtype": str(dtype), "taken": len(taken)}
