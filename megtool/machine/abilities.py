@@ -102,7 +102,9 @@ def _kernels_of_packages(hardware: Hardware) -> Iterator[Ability]:
             yield Ability(name=name, works=False, reason=peer.problem)
             continue
         takes = f"; auto takes it for {', '.join(peer.operations)}" if peer.operations else ""
-        yield _on_gpu(hardware, name, f"{peer.installed} runs {peer.runs}{takes}")
+        reason = f"{peer.installed} runs {peer.runs}{takes}"
+        works = bool(hardware.gpus)
+        yield Ability(name=name, works=works, reason=reason if works else f"{reason}; {_NO_GPU}")
 
 
 def _fp8(hardware: Hardware) -> Ability:

@@ -97,8 +97,6 @@ def _read_yaml(path: Path) -> Any:
                 raise yaml.YAMLError("an alias of a list or a mapping")
             return node
 
-    from megtool.storage.files import read_limited  # which imports numpy, for files alone
-
     try:
         return yaml.load(read_limited(path, _MAX_BYTES), Loader=Loader)
     except (yaml.YAMLError, *TAG_ERRORS) as e:

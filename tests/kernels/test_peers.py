@@ -15,6 +15,8 @@ from megtool.kernels.choices import automatic_choices, find_peers
 from megtool.kernels.dispatch import IMPLEMENTATIONS, Kernel, chosen, use
 from megtool.kernels.elementwise.activation import gated
 from megtool.kernels.recurrence import packages
+from megtool.machine.abilities import find_abilities
+from megtool.machine.hardware import find_hardware
 from tests.support.errors import raises
 
 CUDA = torch.device("cuda")
@@ -188,3 +190,13 @@ def test_calls_that_packages_cannot_do() -> None:
     assert packages.conv_cannot(x, weight, past, runs) == ("causal-conv1d",)
     assert packages.conv_cannot(x, torch.zeros(64, 5), None, None) == ("causal-conv1d",)
     assert packages.conv_cannot(x[..., :60], weight[:60], None, None) == ("causal-conv1d",)
+
+
+def test_doctor_names_what_is_installed_and_why_it_does_not_run(site: Path) -> None:
+    fla(site)
+    found = {a.name: a for a in find_abilities(find_hardware(), ())}
+    ability = found["--kernels fla"]
+    assert ability.reason.startswith("0.6.0 runs the gated delta rule")
+    assert ability.works == torch.cuda.is_available()
+    assert ability.works or "no GPU" in ability.reason
+    assert "pip install 'liger-kernel>=0.7,<1'" in found["--kernels liger"].reason
