@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megtool import finetune, verify
 from megtool.commands.reports.finetune import FinetuneReport
 from megtool.errors import UsageError
 from megtool.fp8_state.inspect import inspect_amax
 from megtool.megatron_state.saved_objects import saved_args
+from megtool.optim.fp8.scaling import BlockwiseScaling, Operand
 from megtool.source.open import open_source
 from megtool.train.run_log import read_log
 
@@ -70,3 +73,29 @@ def test_what_does_not_go_with_fp8_is_refused(model: Path, text: Path, tmp_path:
     ):
         with pytest.raises(UsageError, match=message):
             tune(model, tmp_path / "dst", text, **wrong)
+
+
+def test_a_step_casts_each_weight_once_and_sums_gradients_in_place(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also over several micro-batches; losses are those of gradients that autograd makes."""
+    layers: list[int] = []
+    cast = BlockwiseScaling.cast_weight
+
+    def counted(scaling: BlockwiseScaling, w_OI: Tensor, *, is_training: bool) -> Operand:
+        if is_training:
+            layers.append(id(scaling))
+        return cast(scaling, w_OI, is_training=is_training)
+
+    monkeypatch.setattr(BlockwiseScaling, "cast_weight", counted)
+    options = {
+        "fp8_recipe": "blockwise",
+        "train_iters": 3,
+        "global_batch_size": 4,
+        "micro_batch_size": 1,
+    }
+    losses = tune(model, tmp_path / "sums", text, **options)
+    assert set(Counter(layers).values()) == {3}
+    others = tune(model, tmp_path / "autograd", text, gradient_accumulation_fusion=False, **options)
+    assert len(losses) == 3
+    assert losses == others
