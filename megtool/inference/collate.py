@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megtool.data.packing import IGNORED, PackedRows
-from megtool.model.batch import Batch
+from megtool.model.batch import Batch, run_starts
 
 
 class RowDataset(Protocol):
@@ -32,19 +32,23 @@ def collate_rows(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]
     """
 
     def to_device(array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return move(torch.from_numpy(np.ascontiguousarray(array)))
+
+    def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda":
             return tensor.pin_memory().to(device, non_blocking=True)
         return tensor.to(device)
 
     differ_BS = rows.documents_BS != rows.documents_BS[:, :1]
     has_documents = bool((differ_BS & (rows.valid_BS | rows.both_ways)).any())
+    starts_BM = run_starts(torch.from_numpy(rows.documents_BS)) if has_documents else None
     sources, are_valid = rows.sources_BE, rows.source_valid_BE
     has_source_padding = are_valid is not None and not are_valid.all()
     batch = Batch(
         tokens_BS=to_device(rows.tokens_BS),
         positions_BS=to_device(rows.positions_BS) if has_documents else None,
         documents_BS=to_device(rows.documents_BS) if has_documents else None,
+        run_starts_BM=None if starts_BM is None else move(starts_BM),
         counted_BS=None if rows.valid_BS.all() else to_device(rows.valid_BS),
         source_BE=None if sources is None else to_device(sources),
         source_valid_BE=to_device(are_valid)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.model.batch import Batch
+from megtool.model.batch import Batch, run_starts
 
 IGNORED = -100
 _PAD = 0
@@ -146,9 +146,11 @@ def _rows(
     ragged = not bool(valid_BS.all())
     sources = [document.source for _, document in some if document.source is not None]
     source_BE, source_valid_BE = pad_sources(sources, device) if sources else (None, None)
+    starts_BM = run_starts(valid_BS) if ragged else None
     batch = Batch(
         tokens_BS=tokens_BS.to(device),
         valid_BS=valid_BS.to(device) if ragged else None,
+        run_starts_BM=None if starts_BM is None else starts_BM.to(device),
         source_BE=source_BE,
         source_valid_BE=source_valid_BE,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from types import FunctionType
@@ -102,6 +102,29 @@ def launch(
         device_context = torch.cuda.device(device)
     with device_context:
         kernel[(num_programs,)](*args, **meta)
+
+
+_num_for_graph = 0
+
+
+@contextlib.contextmanager
+def for_graph() -> Iterator[None]:
+    """While the block lasts, work is chosen that can be captured: around a warm-up, so that it runs
+    what the capture after it records. It counts in all threads, for backward passes that compute
+    again have their own."""
+    global _num_for_graph
+    with _lock:
+        _num_for_graph += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_for_graph -= 1
+
+
+def is_for_graph() -> bool:
+    """Whether work is captured now, or will be when its warm-up has ended."""
+    return _num_for_graph > 0 or torch.cuda.is_current_stream_capturing()
 
 
 def accumulator(x: Tensor) -> Any:

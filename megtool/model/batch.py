@@ -27,7 +27,9 @@ class Batch:
     `documents_BS` alone; positions do not start again by themselves where a document does.
     `counted_BS` is false for tokens that fill rows up: losses of routers leave them out, and they
     are attended to as others are. A model with an encoder has that read `source_BE`, E tokens for
-    each row, of which those are padding where `source_valid_BE` is false.
+    each row, of which those are padding where `source_valid_BE` is false. `run_starts_BM` (int32)
+    are `run_starts` of documents and padding: with them kernels need not wait for the device to
+    learn how many documents there are.
 
     Raises:
         UsageError: there is no token, or a shape is not that of the tokens.
@@ -40,6 +42,7 @@ class Batch:
     counted_BS: Tensor | None = None
     source_BE: Tensor | None = None
     source_valid_BE: Tensor | None = None
+    run_starts_BM: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_BS.dim() != 2:
@@ -65,6 +68,18 @@ class Batch:
         self._check_source()
         if self.valid_BS is not None and self.valid_BS.dtype != torch.bool:
             raise UsageError(f"valid_BS is of {self.valid_BS.dtype}", hint="true for real tokens")
+        starts = self.run_starts_BM
+        if starts is not None and (
+            starts.dim() != 2
+            or len(starts) != len(self.tokens_BS)
+            or starts.dtype != torch.int32
+            or (self.documents_BS is None and self.valid_BS is None)
+        ):
+            raise UsageError(
+                f"run_starts_BM is of {starts.dtype} and has shape {list(starts.shape)}, and there "
+                f"are {len(self.tokens_BS)} rows of tokens",
+                hint="run_starts() makes it of documents_BS and valid_BS",
+            )
 
     def _check_source(self) -> None:
         source, valid = self.source_BE, self.source_valid_BE
@@ -103,6 +118,32 @@ class Batch:
     def shape(self) -> tuple[int, int]:
         """Rows and tokens of each."""
         return self.tokens_BS.shape[0], self.tokens_BS.shape[1]
+
+
+LEAST_RUNS = 8
+"""Numbers of runs are this or a higher power of two: a CUDA graph is captured for each number."""
+
+
+def run_starts(*kinds: Tensor | None) -> Tensor | None:
+    """Return the first tokens of each row's runs of equal numbers, of all `kinds` [B, S] at once.
+
+    They are int32 [B, M] in order, filled up with S; M is a power of two that is enough for the row
+    with the most, and at least `LEAST_RUNS`. None where there is no kind, and where one is not
+    on the CPU, since counting runs would wait for the device.
+    """
+    ids = [kind for kind in kinds if kind is not None]
+    if not ids or not all(kind.is_cpu for kind in ids):
+        return None
+    rows, size = ids[0].shape
+    begins_BS = torch.zeros(rows, size, dtype=torch.bool)
+    begins_BS[:, 0] = True
+    for kind in ids:
+        begins_BS[:, 1:] |= kind[:, 1:] != kind[:, :-1]
+    most = max(LEAST_RUNS, 1 << (int(begins_BS.sum(1).max()) - 1).bit_length())
+    places = torch.where(begins_BS, torch.arange(size), size)
+    if most > size:
+        places = F.pad(places, (0, most - size), value=size)
+    return places.sort(1).values[:, :most].to(torch.int32)
 
 
 def check_ids(ids: Tensor | Sequence[int], vocab_size: int, location: str = "the batch") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels.attention.mask import Mask, Segments, Slopes
@@ -22,16 +23,26 @@ def masks_of(
     heads: Group = ALONE,
     *,
     tp: Group = ALONE,
+    run_starts_BM: Tensor | None = None,
 ) -> tuple[Masks, ...]:
     """The masks of each stretch of a rank's queries: of all, or of two (context parallelism).
 
     `tp` has the rank's heads, which slopes of scores depend on, and `heads` further parts of these.
+    `run_starts_BM` are a batch's.
     """
     slopes_N = slopes_of(config, tp, span.queries_BS.device)
     if slopes_N is not None:
         slopes_N = slopes_N.chunk(heads.size)[heads.rank]
     if cp.size == 1:
-        return (Masks(config, span, documents_BS=documents_BS, slopes_N=slopes_N),)
+        return (
+            Masks(
+                config,
+                span,
+                documents_BS=documents_BS,
+                slopes_N=slopes_N,
+                run_starts_BM=run_starts_BM,
+            ),
+        )
     size = chunk_size(span.num_keys, cp.size)
     ends = [(number + 1) * size for number in chunks_of(cp)]
     return tuple(
@@ -55,7 +66,7 @@ class Masks:
     """The masks of one forward pass, each built when a layer first needs its kind.
 
     `documents_BS` are those of all keys; a document is a run of equal numbers. `slopes_N` are those
-    of this rank's heads, where scores have them (ALiBi).
+    of this rank's heads, where scores have them (ALiBi). `run_starts_BM` are a batch's.
     """
 
     def __init__(
@@ -65,9 +76,10 @@ class Masks:
         *,
         documents_BS: Tensor | None = None,
         slopes_N: Tensor | None = None,
+        run_starts_BM: Tensor | None = None,
     ) -> None:
         self.config, self.span, self.documents_BS = config, span, documents_BS
-        self.slopes_N = slopes_N
+        self.slopes_N, self.run_starts_BM = slopes_N, run_starts_BM
         self._masks: dict[tuple[int, int], Mask] = {}
 
     def of(self, layer: int) -> Mask:
@@ -117,27 +129,30 @@ class Masks:
         )
 
     def _segments(self, window: int, chunk: int) -> Segments | None:
-        """The same for kernels of sequences without padding: for whole rows that begin here.
+        """The same for kernels of sequences without padding: for whole rows that begin here, or a
+        window that goes back into a cache.
 
         Padding attends to padding beside it, which nothing reads.
         """
-        span = self.span
+        span, config = self.span, self.config
         num_queries = span.queries_BS.shape[1]
-        if span.past_B is not None or span.start != 0 or num_queries != span.num_keys:
-            return None
-        if window and span.valid_BL is not None:
+        behind = (window - 1 if window else -1) if config.bidirectional else 0
+        around = window - 1 if window else -1, behind
+        if span.start is None or (window and span.valid_BL is not None):
             return None  # padding takes no place in a window
-        kinds = [self.documents_BS, span.valid_BL]
+        kinds = [x for x in (self.documents_BS, span.valid_BL) if x is not None]
         if chunk:
             kinds.append(span.key_positions_BL // chunk)
-        ids_BS: Tensor | None = None
+        if not kinds and span.start + num_queries == span.num_keys:
+            return Segments(num_queries, around, num_keys=span.num_keys)
+        if span.past_B is not None or span.start or num_queries != span.num_keys:
+            return None
+        changes_BS = torch.zeros_like(span.queries_BS)
         for kind in kinds:
-            if kind is not None:
-                changes = torch.zeros_like(kind, dtype=torch.int64)
-                changes[:, 1:] = kind[:, 1:] != kind[:, :-1]
-                ids_BS = changes.cumsum(1) if ids_BS is None else ids_BS + changes.cumsum(1)
-        behind = (window - 1 if window else -1) if self.config.bidirectional else 0
-        return Segments(num_queries, (window - 1 if window else -1, behind), ids_BS)
+            changed = F.pad((kind[:, 1:] != kind[:, :-1]).to(torch.int64), (1, 0))
+            changes_BS = changes_BS + changed
+        starts_BM = None if chunk else self.run_starts_BM
+        return Segments(num_queries, around, changes_BS.cumsum(1), starts_BM)
 
     def _near(self, window: int) -> tuple[Tensor, Tensor]:
         """The first and the last key less than `window` tokens from each query: padding between

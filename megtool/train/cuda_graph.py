@@ -29,6 +29,9 @@ from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 from megtool.train.options.config import TrainConfig
 
+_FACTS = ("positions_BS", "valid_BS", "documents_BS", "counted_BS", "run_starts_BM")
+"""What a batch has beside its tokens."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -86,7 +89,7 @@ class GraphedSchedule(PipelineSchedule):
             self._factor.fill_(self._optimizer.loss_scale)
         if self._seed is not None:
             self._seed.fill_(draw_seed())
-        facts = (part.positions_BS, part.valid_BS, part.documents_BS, part.counted_BS)
+        facts = (getattr(part, name) for name in _FACTS)
         before = self.num_graphs
         loss: Tensor = self._graphs(part.tokens_BS, labels_BS, self._factor, self._seed, *facts)
         if self.num_graphs > before and self.groups.rank == 0:
@@ -100,20 +103,12 @@ class GraphedSchedule(PipelineSchedule):
         labels_BS: Tensor,
         factor: Tensor | None,
         seed: Tensor | None,
-        positions_BS: Tensor | None,
-        valid_BS: Tensor | None,
-        documents_BS: Tensor | None,
-        counted_BS: Tensor | None,
+        *facts: Tensor | None,
     ) -> Tensor:
-        """The passes to capture; they leave no tensor behind in the model."""
+        """The passes to capture, of a batch with `_FACTS`; they leave no tensor behind in the
+        model."""
         (decoder,) = self.stages
-        batch = Batch(
-            tokens_BS=tokens_BS,
-            positions_BS=positions_BS,
-            valid_BS=valid_BS,
-            documents_BS=documents_BS,
-            counted_BS=counted_BS,
-        )
+        batch = Batch(tokens_BS=tokens_BS, **dict(zip(_FACTS, facts, strict=True)))
         with seeded_by(seed):
             loss, _ = decoder.loss(batch, labels_BS)
         (loss if factor is None else loss * factor).backward()  # type: ignore[no-untyped-call]
@@ -179,8 +174,8 @@ class GraphedPipeline(PipelineSchedule):
 class GraphedLink(StageLink):
     """A chunk of a rank whose passes are replayed as pairs of graphs, as many as are under way.
 
-    All pairs for a set of tensors are captured in the first forward pass with it, when no gradient
-    of the step is summed yet.
+    All pairs for a set of tensors and their shapes are captured in the first forward pass with it,
+    when no gradient of the step is summed yet.
     """
 
     def __init__(
@@ -195,7 +190,7 @@ class GraphedLink(StageLink):
         super().__init__(decoder)
         self._shape, self._num_pairs = shape, num_pairs
         self._is_steady, self._undo = is_steady, undo
-        self._pairs: dict[tuple[str, ...], list[GraphedPass]] = {}
+        self._pairs: dict[tuple[Any, ...], list[GraphedPass]] = {}
         self.num_replays = 0
 
     def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -208,9 +203,10 @@ class GraphedLink(StageLink):
         if self.decoder.dropout.hidden:
             seed = torch.full((), draw_seed(), dtype=torch.int64, device=tokens_BS.device)
         inputs: list[Tensor | None] = [*rows, *(facts[name] for name in names), seed]
-        if names not in self._pairs:
-            self._pairs[names] = self._capture(names, len(rows), inputs)
-        pair = next((p for p in self._pairs[names] if p.is_free), None)
+        key = tuple((name, facts[name].shape) for name in names)
+        if key not in self._pairs:
+            self._pairs[key] = self._capture(names, len(rows), inputs)
+        pair = next((p for p in self._pairs[key] if p.is_free), None)
         if pair is None:  # more under way than foreseen
             with seeded_by(seed):
                 return super().forward(*rows, **facts)

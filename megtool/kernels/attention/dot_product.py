@@ -22,7 +22,7 @@ from megtool.kernels.attention import flex as attention_flex
 from megtool.kernels.attention import tiles as attention_tiles
 from megtool.kernels.attention import transformer_engine as te_attention
 from megtool.kernels.attention import varlen as attention_varlen
-from megtool.kernels.attention.mask import AttentionSizes, Mask, Segments
+from megtool.kernels.attention.mask import AttentionSizes, Mask
 from megtool.kernels.attention.softmax import masked_softmax
 from megtool.kernels.attention.tiles import ScoreRule, equal_sizes
 from megtool.kernels.dispatch import requested_implementation
@@ -81,7 +81,8 @@ def choose_way(
     """What computes attention of queries, keys and values.
 
     "fused" is torch's, of which no score is stored; "few" stores them, of at most `NUM_PAIRS` pairs
-    or of single tokens; "te" is Transformer Engine's, where it was asked for and can.
+    or of single tokens; "te" is Transformer Engine's, where it was asked for and can. What is
+    captured goes the way that it went in the warm-up before (`launch.is_for_graph`).
     """
     query, key, _ = states
     (b, n, s, _), keys, kind = query.shape, key.shape[2], query.device.type
@@ -95,19 +96,24 @@ def choose_way(
     ):
         return "flash"
     makes_scores = bool(rule.softcap) or has_sinks
+    bends = bool(rule.softcap or rule.share) or mask.bias is not None
+    segments = None if bends or kind != "cuda" else attention_varlen.segments_of(mask, s, keys)
+    has_varlen = attention_varlen.is_able(states, segments)
     has_kernel = kind != "cpu" or (not rule.share and (not mask.is_causal or s == keys))
     if mask.is_plain and not makes_scores and has_kernel:
-        return "fused"
+        # Behind a cache torch's own would copy keys for every head that shares them.
+        return "varlen" if has_varlen and mask.is_causal and 1 < s < keys else "fused"
     has_heads = makes_scores or rule.share > 0 or mask.bias is not None
     if b * (n if has_heads else 1) * s * keys <= NUM_PAIRS or s <= _FEW_QUERIES:
         return "few"
     if kind != "cuda":
         return "tiles"
-    bends = bool(rule.softcap or rule.share) or mask.bias is not None
-    if attention_varlen.is_able(states, mask.segments) and not bends:
-        if torch.cuda.is_current_stream_capturing():
-            return "tiles"  # where runs begin is asked of the device
-        return "te" if is_te else "varlen"
+    if segments is not None and segments.waits and launch.is_for_graph():
+        return "tiles"  # where runs begin would be asked of the device
+    if is_te and segments is not None:
+        return "te"
+    if has_varlen:
+        return "varlen"
     if launch.is_installed() and attention_flex.is_able(states, mask, rule):
         return "flex"
     return "tiles"
@@ -122,10 +128,10 @@ def _fused(
     bias = None if mask.is_plain else mask.square_bias(sizes, query.dtype)
     if query.is_cuda and query.shape[1] != key_BKLD.shape[1]:
         # Kernels that share keys among heads take neither masks nor fp32 (torch to 2.13).
-        is_of_heads = bias is not None and bias.shape[1] > 1
-        if query.shape[2] == 1 and not is_causal and not is_of_heads:
-            query = query.reshape(query.shape[0], key_BKLD.shape[1], -1, query.shape[3])
-        elif bias is not None or query.dtype == torch.float32:
+        is_wide = query.dtype == torch.float32
+        if not is_causal and (bias is not None or is_wide or query.shape[2] == 1):
+            query, bias = _as_rows(query, key_BKLD.shape[1], bias)
+        elif is_wide:
             key_BKLD, value_BKLE = _for_each_head(query, key_BKLD, value_BKLE)
     if is_causal and sizes.offset:
         # What SDPA itself calls causal lets the first query see the first key alone.
@@ -149,6 +155,17 @@ def _fused(
         )
     out = out[..., :size].reshape(*query_BNSD.shape[:3], size)
     return out.transpose(1, 2)
+
+
+def _as_rows(
+    query_BNSD: Tensor, num_groups: int, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Queries of heads that share keys as so many more queries of one head, [B, K, N/K*S, D], and
+    the bias of them: nothing is copied but the bias, if heads have one in common."""
+    b, n, s, d = query_BNSD.shape
+    if bias is not None:
+        bias = bias.expand(-1, n, s, -1).reshape(bias.shape[0], num_groups, -1, bias.shape[3])
+    return query_BNSD.reshape(b, num_groups, n // num_groups * s, d), bias
 
 
 def _for_each_head(query: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
@@ -189,8 +206,8 @@ def attention_part(
     """Attention to a part of the keys, without gradients: the output, [B, N, S, E], and the
     log-sum-exp of each query's scores, [B, N, S] (see `tiles.merge`)."""
     states = query_BNSD, key_BKLD, value_BKLE
-    if (whole := _as_segments(states, mask, rule)) is not None:
-        return attention_varlen.forward(*states, whole, rule)
+    if _is_varlen_part(states, mask, rule):
+        return attention_varlen.forward(*states, mask, rule)
     return attention_tiles.forward(*states, mask, rule)
 
 
@@ -203,20 +220,18 @@ def attention_part_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values by a part of the keys; `results` are the output and
     the log-sum-exp of all of them."""
-    if (whole := _as_segments(states, mask, rule)) is not None:
-        return attention_varlen.backward(grad_BNSE, states, results, whole, rule)[:3]
+    if _is_varlen_part(states, mask, rule):
+        return attention_varlen.backward(grad_BNSE, states, results, mask, rule)[:3]
     return attention_tiles.backward(grad_BNSE, states, results, mask, rule)[:3]
 
 
-def _as_segments(states: tuple[Tensor, Tensor, Tensor], mask: Mask, rule: ScoreRule) -> Mask | None:
-    """A plain mask as one run of tokens for each row, where a GPU's kernel computes it."""
+def _is_varlen_part(states: tuple[Tensor, Tensor, Tensor], mask: Mask, rule: ScoreRule) -> bool:
+    """Whether a GPU's kernel computes a part of the keys, with a run of tokens for each row."""
     query, key, _ = states
-    if not (query.is_cuda and mask.is_plain and query.shape[2] == key.shape[2]):
-        return None
-    segments = Segments(query.shape[2], (-1, 0 if mask.is_causal else -1))
-    if rule.softcap or rule.share or not attention_varlen.is_able(states, segments):
-        return None
-    return Mask(is_causal=mask.is_causal, segments=segments)
+    if not (query.is_cuda and mask.is_plain) or rule.softcap or rule.share:
+        return False
+    segments = attention_varlen.segments_of(mask, query.shape[2], key.shape[2])
+    return attention_varlen.is_able(states, segments)
 
 
 def with_sinks(out_BNSE: Tensor, lse_BNS: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -240,7 +255,13 @@ def sinks_gradient(grad_BNSE: Tensor, out_BNSE: Tensor, lse_BNS: Tensor, sinks_N
 _MASKS: WeakValueDictionary[int, Mask] = WeakValueDictionary()
 
 
-@torch.library.custom_op("megtool::attention", mutates_args=())
+@torch.library.custom_op(
+    "megtool::attention",
+    mutates_args=(),
+    # Spelled out: torch 2.6 reads no annotation such as list[float].
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? table, "
+    "float[] factors, int[] numbers) -> (Tensor, Tensor)",
+)
 def _attention(
     query: Tensor,
     key: Tensor,

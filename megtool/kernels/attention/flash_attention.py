@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megtool.kernels import peers
+from megtool.kernels import launch, peers
 from megtool.kernels.attention.mask import Mask
 from megtool.kernels.attention.tiles import ScoreRule, equal_sizes
 from megtool.kernels.dispatch import requested_implementation
@@ -47,8 +47,8 @@ def is_able(
     segments = mask.segments
     if segments is None or query.shape[2] != states[1].shape[2]:
         return False
-    is_captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    return segments.ids_BS is None or not is_captured  # where runs begin is asked of the device
+    # Where runs begin would be asked of the device.
+    return not (segments.waits and launch.is_for_graph())
 
 
 def attention(

@@ -5,8 +5,10 @@ Which blocks of queries and keys are computed follows from the mask's intervals,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +24,9 @@ _BLOCK = 128
 _LEAST_SIZE = 16  # of a head
 
 Call = Callable[..., Any]
+Kind = tuple[object, ...]
+
+_numbers = itertools.count()
 
 
 def is_able(states: tuple[Tensor, Tensor, Tensor], mask: Mask, rule: ScoreRule) -> bool:
@@ -47,10 +52,8 @@ def attention(
     run: Call | None = None,
 ) -> Tensor:
     """The output, [B, N, S, E]; `run` stands for the compiled `flex_attention`."""
-    from torch.nn.attention.flex_attention import AuxRequest
-
     sizes = AttentionSizes.of(query_BNSD, key_BKLD)
-    out, aux = (compiled() if run is None else run)(
+    out, more = (compiled(_kind(query_BNSD, mask, rule)) if run is None else run)(
         query_BNSD,
         key_BKLD,
         value_BKLE,
@@ -58,20 +61,50 @@ def attention(
         block_mask=block_mask(mask, sizes),
         scale=rule.scale,
         enable_gqa=query_BNSD.shape[1] != key_BKLD.shape[1],
-        return_aux=AuxRequest(lse=True),
+        **_with_lse(),
     )
+    lse_BNS = cast(Tensor, getattr(more, "lse", more))
     if sinks_N is not None:
         # A sink takes its part of the weights afterwards; the log-sum-exp has a gradient.
-        out = (out * torch.sigmoid(aux.lse - sinks_N[:, None]).unsqueeze(-1)).to(out.dtype)
+        out = (out * torch.sigmoid(lse_BNS - sinks_N[:, None]).unsqueeze(-1)).to(out.dtype)
     return cast(Tensor, out)
 
 
 @cache
-def compiled() -> Call:
-    """The kernel, compiled at its first call for each kind of rule."""
+def _with_lse() -> dict[str, Any]:
+    """The argument that asks for the log-sum-exp, which is another before torch 2.9."""
+    from torch.nn.attention import flex_attention
+
+    if hasattr(flex_attention, "AuxRequest"):
+        return {"return_aux": flex_attention.AuxRequest(lse=True)}
+    return {"return_lse": True}
+
+
+@cache
+def compiled(kind: Kind, backend: str | Call = "inductor") -> Call:
+    """The kernel for rules of one kind, compiled at its first call.
+
+    Lengths and numbers of rows are no constants of it, for prompts have many: torch compiles one
+    function 8 times, then goes on without a compiler, which stores all scores. It counts by code
+    object, so that each kind has one of its own.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+    name = f"flex_attention_{next(_numbers)}"
+    code = run.__code__.replace(co_name=name)
+    own = FunctionType(code, run.__globals__, name, None, run.__closure__)
+    return torch.compile(own, dynamic=True, backend=backend)
+
+
+def _kind(query_BNSD: Tensor, mask: Mask, rule: ScoreRule) -> Kind:
+    """What decides how a kernel is compiled, apart from lengths and numbers of rows above 1."""
+    parts = (mask.first_BS, mask.valid_BL, mask.own_BS)
+    few = tuple(None if x is None else len(x) > 1 for x in (query_BNSD, *parts))
+    is_short = query_BNSD.shape[2] <= _BLOCK
+    return *few, is_short, type(mask.bias), mask.is_causal, rule.softcap, query_BNSD.dtype
 
 
 def block_mask(mask: Mask, sizes: AttentionSizes) -> BlockMask | None:

@@ -95,27 +95,59 @@ class Segments:
     without padding (THD, varlen) are told.
 
     `ids_BS` are equal within a run (batch may be 1), and differ between neighbours; None where each
-    row is one run. Queries see `window` keys to the left and to the right, -1 for all.
+    row is one run. `starts_BM` (int32) says the same without the device being asked: the first
+    tokens of each row's runs, in order, filled up with S. Queries see `window` keys to the left and
+    to the right, -1 for all. Where rows are one run each, there may be more keys than queries,
+    `num_keys` a row: then the last query's own key is the last one.
     """
 
     num_tokens: int
     window: tuple[int, int]
     ids_BS: Tensor | None = None
+    starts_BM: Tensor | None = None
+    num_keys: int | None = None
     _offsets: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """The host has to wait for the device to learn how many runs there are."""
+        return self.ids_BS is not None and self.starts_BM is None
 
     def offsets(self, num_rows: int, device: torch.device) -> Tensor:
         """Where runs begin among the tokens of all rows, one after the other, and their number at
-        the end: int32 [runs + 1]. With `ids_BS` it waits for the device, once for all layers."""
+        the end: int32 [runs + 1], made once for all layers. Runs may be empty."""
         s = self.num_tokens
         if self.ids_BS is None:
-            return torch.arange(0, num_rows * s + 1, s, dtype=torch.int32, device=device)
+            return _even_offsets(num_rows, s, device)
         if num_rows not in self._offsets:
-            begins_BS = torch.ones(num_rows, s, dtype=torch.bool, device=device)
-            begins_BS[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
-            starts = begins_BS.flatten().nonzero().flatten()
-            end = starts.new_full((1,), num_rows * s)
-            self._offsets[num_rows] = torch.cat((starts, end)).to(torch.int32)
+            self._offsets[num_rows] = (
+                self._searched_offsets(self.ids_BS, num_rows, device)
+                if self.starts_BM is None
+                else self._known_offsets(self.starts_BM, num_rows)
+            )
         return self._offsets[num_rows]
+
+    def key_offsets(self, num_rows: int, device: torch.device) -> Tensor:
+        """Where keys of rows begin that have more keys than queries: int32 [rows + 1]."""
+        return _even_offsets(num_rows, self.num_keys or self.num_tokens, device)
+
+    def _known_offsets(self, starts_BM: Tensor, num_rows: int) -> Tensor:
+        # What a row is filled up with is where the next one begins: runs without tokens.
+        s = self.num_tokens
+        rows = torch.arange(num_rows, dtype=torch.int32, device=starts_BM.device)
+        starts = (starts_BM + s * rows[:, None]).flatten()
+        return torch.cat((starts, starts.new_full((1,), num_rows * s)))
+
+    def _searched_offsets(self, ids_BS: Tensor, num_rows: int, device: torch.device) -> Tensor:
+        begins_BS = torch.ones(num_rows, self.num_tokens, dtype=torch.bool, device=device)
+        begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+        starts = begins_BS.flatten().nonzero().flatten()
+        end = starts.new_full((1,), num_rows * self.num_tokens)
+        return torch.cat((starts, end)).to(torch.int32)
+
+
+def _even_offsets(num_rows: int, size: int, device: torch.device) -> Tensor:
+    return torch.arange(0, num_rows * size + 1, size, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from megtool.kernels.attention.mask import AttentionSizes, BucketBias, Mask
@@ -183,18 +185,33 @@ def _fused_mask(tile: _Tile, dtype: torch.dtype) -> Tensor | None:
     return whole.expand(-1, -1, tile.rows.stop - tile.rows.start, -1)
 
 
-def equal_sizes(*states: Tensor) -> tuple[Tensor, ...]:
-    """Heads filled up with zeros to the size of the largest, which changes no product."""
+def equal_sizes(*states: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Heads filled up with zeros to the size of the largest, rounded up to a multiple, which
+    changes no product."""
     size = max(x.shape[-1] for x in states)
+    size += -size % multiple
     return tuple(x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in states)
+
+
+@cache
+def _shares_heads() -> bool:
+    """Whether torch's kernel of a CPU lets heads share keys: that of 2.6 reads past their end."""
+    return Version(torch.__version__) >= Version("2.9")
+
+
+def _for_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values as the kernel takes them for so many heads of queries."""
+    shares = x.shape[1] == heads or _shares_heads()
+    return x if shares else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _fused_forward(
     query: Tensor, key: Tensor, value: Tensor, tile: _Tile, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     added = _fused_mask(tile, query.dtype)
+    states = (query, *(_for_heads(x, query.shape[1]) for x in (key, value)))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *equal_sizes(query, key, value), 0.0, False, attn_mask=added, scale=rule.scale
+        *equal_sizes(*states), 0.0, False, attn_mask=added, scale=rule.scale
     )
     if tile.seen is not None:
         lse = lse.masked_fill(~tile.seen.any(-1), float("-inf"))
@@ -209,11 +226,16 @@ def _fused_backward(
     rule: ScoreRule,
 ) -> list[Tensor]:
     added = _fused_mask(tile, states[0].dtype)
-    grad, out, *padded = equal_sizes(grad, results[0], *states)
+    wide = [_for_heads(x, states[0].shape[1]) for x in states]
+    grad, out, *padded = equal_sizes(grad, results[0], *wide)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, *padded, out, results[1], 0.0, False, attn_mask=added, scale=rule.scale
     )
-    return [g[..., : x.shape[-1]] for g, x in zip(grads, states, strict=True)]
+    shared = (
+        g if g.shape[1] == x.shape[1] else g.unflatten(1, (x.shape[1], -1)).sum(2)
+        for g, x in zip(grads, states, strict=True)
+    )
+    return [g[..., : x.shape[-1]] for g, x in zip(shared, states, strict=True)]
 
 
 def _scores(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megtool.kernels import launch
 from megtool.kernels.attention.mask import Mask, Segments
 from megtool.kernels.attention.tiles import ScoreRule
 from megtool.kernels.transformer_engine import library as transformer_engine
@@ -56,8 +57,10 @@ def is_able(
     """Whether it computes attention of these queries, keys and values: of all tokens of rows to
     each other, without padding."""
     query, key, value = states
-    if query.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if query.device.type != "cuda":
         return False
+    if mask.segments is not None and mask.segments.waits and launch.is_for_graph():
+        return False  # where runs begin would be asked of the device
     is_whole = query.shape[2] == key.shape[2] > 1
     if has_sinks and not (mask.is_plain and mask.is_causal):
         return False

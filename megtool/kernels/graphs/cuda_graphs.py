@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError, MissingPackageError, UsageError
 from megtool.kernels.dispatch import chosen
+from megtool.kernels.launch import for_graph
 
 Function = Callable[..., Any]
 Input = Tensor | None
@@ -113,9 +114,10 @@ class CudaGraphs:
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             before = [t.clone() for t in self.state]
-            for _ in range(self.warmups):
-                copy_into(static, inputs)
-                self.function(*static)
+            with for_graph():
+                for _ in range(self.warmups):
+                    copy_into(static, inputs)
+                    self.function(*static)
         torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads (data loading, collectives) may allocate while this one records. The outer

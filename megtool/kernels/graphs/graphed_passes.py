@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.kernels.graphs.cuda_graphs import abandon, clone, copy_into
+from megtool.kernels.launch import for_graph
 
 PassFunction = Callable[..., tuple[Tensor, ...]]
 Inputs = Sequence[Tensor | None]
@@ -67,7 +68,7 @@ class GraphedPass:
         with torch.cuda.device(device):
             side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side_stream):
+            with torch.cuda.stream(side_stream), for_graph():
                 for _ in range(warmups):
                     copy_into(self.inputs, inputs)
                     outputs = self.function(*self.inputs)

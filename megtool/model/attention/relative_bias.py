@@ -94,7 +94,12 @@ class BiasedMasks(Masks):
     """
 
     def __init__(self, masks: Masks, biases: Mapping[int | None, BucketBias]) -> None:
-        super().__init__(masks.config, masks.span, documents_BS=masks.documents_BS)
+        super().__init__(
+            masks.config,
+            masks.span,
+            documents_BS=masks.documents_BS,
+            run_starts_BM=masks.run_starts_BM,
+        )
         plain = masks.of(0)
         self._biased = {n: replace(plain, bias=bias, _square={}) for n, bias in biases.items()}
 

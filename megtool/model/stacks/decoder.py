@@ -419,15 +419,21 @@ class Decoder(LabelHead):
             check_positions(span.positions_BS, self.config.positions.max_positions)
         self.rotary.forget()
         has_windows = self.config.layer_kinds is not None or self.config.compression.is_compressed
+        make_masks = partial(
+            masks_of,
+            self._numbered,
+            span,
+            batch.documents_BS,
+            tp=self.groups.tp,
+            run_starts_BM=batch.run_starts_BM,
+        )
         return ForwardContext(
             num_rows=rows,
             num_tokens=tokens,
             positions_BS=own_tokens(span.positions_BS, cp),
             rotary=self.rotary,
-            masks=masks_of(self._numbered, span, batch.documents_BS, cp, tp=self.groups.tp),
-            make_masks=partial(
-                masks_of, self._numbered, span, batch.documents_BS, tp=self.groups.tp
-            ),
+            masks=make_masks(cp),
+            make_masks=make_masks,
             span=span,
             cache=cache,
             cp=cp,

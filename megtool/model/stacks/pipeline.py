@@ -369,7 +369,7 @@ def _facts(batch: Batch) -> dict[str, Tensor]:
         value: Tensor | None = getattr(batch, name)
         if value is not None:
             out[name] = value.expand(batch.shape)
-    for name in ("source_BE", "source_valid_BE"):
+    for name in ("source_BE", "source_valid_BE", "run_starts_BM"):
         value = getattr(batch, name)
         if value is not None:
             out[name] = value

@@ -83,7 +83,7 @@ def find_obstacle(decoder: Decoder, layer: int) -> str | None:
 
 def signature_of(batch: Batch) -> Signature:
     """Return what decides whether two batches can be replays of one graph."""
-    facts = (batch.positions_BS, batch.valid_BS, batch.documents_BS)
+    facts = (batch.positions_BS, batch.valid_BS, batch.documents_BS, batch.run_starts_BM)
     return batch.shape, *(None if x is None else x.shape for x in facts)
 
 
@@ -183,7 +183,10 @@ class GraphedLayer:
         side: Sequence[Tensor | None] = (None,) * _SIDE_INPUTS
         if self._has_side_inputs:
             side = side_inputs_of(self._decoder.config, self._layer, self._frame(number))
-        facts = (batch.tokens_BS, batch.positions_BS, batch.valid_BS, batch.documents_BS)
+        facts = (
+            *(batch.tokens_BS, batch.positions_BS, batch.valid_BS, batch.documents_BS),
+            batch.run_starts_BM,
+        )
         return [*facts, *side]
 
     def _pass(
@@ -193,6 +196,7 @@ class GraphedLayer:
         positions_BS: Tensor | None,
         valid_BS: Tensor | None,
         documents_BS: Tensor | None,
+        run_starts_BM: Tensor | None,
         *side: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[tuple[Tensor, ...]]]:
         """The pass to capture: the residual behind the layer, keys and values that it lends to
@@ -203,6 +207,7 @@ class GraphedLayer:
             positions_BS=positions_BS,
             valid_BS=valid_BS,
             documents_BS=documents_BS,
+            run_starts_BM=run_starts_BM,
         )
         frame = decoder.frame(batch)
         layer_input, key, value = side[_LAYER_INPUT], side[_KEY], side[_VALUE]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megtool.errors import CalibrationError
 from megtool.inference.windows import IGNORED
-from megtool.model.batch import Batch
+from megtool.model.batch import Batch, run_starts
 from megtool.parallel.context_parallel import own_tokens
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from megtool.spec.model_config import ModelConfig
@@ -115,12 +115,14 @@ def num_valid(micro_batches: Sequence[MicroBatch]) -> int:
 
 
 def move_to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a micro-batch to a device."""
+    """Move a micro-batch to a device, with what kernels there would have to wait for."""
     b = micro_batch.batch
+    starts_BM = None if device.type == "cpu" else run_starts(b.documents_BS, b.valid_BS)
     values = {
         n: None if (t := getattr(b, n)) is None else t.to(device)
         for n in ("tokens_BS", "positions_BS", "valid_BS", "documents_BS")
     }
+    values["run_starts_BM"] = None if starts_BM is None else starts_BM.to(device)
     return replace(micro_batch, batch=Batch(**values))  # type: ignore[arg-type]
 
 

@@ -464,5 +464,6 @@ def _split_batch(batch: Batch, count: int) -> Sequence[Batch]:
     for field in fields(batch):
         value = getattr(batch, field.name)
         if value is not None:
-            parts[field.name] = value.expand(shape).chunk(count)
+            whole = value if len(value) == shape[0] else value.expand(shape)
+            parts[field.name] = whole.chunk(count)
     return [Batch(**{name: part[n] for name, part in parts.items()}) for n in range(count)]

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megtool.data.token_alignment import TokenAligner, TokenBytes
 from megtool.errors import LayoutError
-from megtool.model.batch import Batch
+from megtool.model.batch import Batch, run_starts
 from megtool.options.layout import ParallelConfig
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -181,11 +181,14 @@ def _teacher_batch(
             places = (numbers_S == number).nonzero()[:, 0]
             positions_BS[row, places] = torch.arange(len(places))
         valid_BS[row, : max(n, 1)] = True
+    padded_BS = None if bool(valid_BS.all()) else valid_BS
+    starts_BM = run_starts(documents_BS, padded_BS)
     return Batch(
         tokens_BS=tokens_BS.to(device),
         positions_BS=positions_BS.to(device),
-        valid_BS=None if bool(valid_BS.all()) else valid_BS.to(device),
+        valid_BS=None if padded_BS is None else padded_BS.to(device),
         documents_BS=documents_BS.to(device),
+        run_starts_BM=None if starts_BM is None else starts_BM.to(device),
     )
 
 

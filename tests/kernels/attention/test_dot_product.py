@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from megtool.errors import UsageError
 from megtool.kernels.attention import dot_product
 from megtool.kernels.attention import flex as attention_flex
 from megtool.kernels.attention import tiles as attention_tiles
@@ -21,11 +25,12 @@ from megtool.kernels.attention.mask import AttentionSizes, BucketBias, Mask, Slo
 from megtool.kernels.attention.tiles import ScoreRule, merge
 from megtool.kernels.transformer_engine import library as transformer_engine
 from megtool.model.attention.relative_bias import RelativeBias
-from megtool.model.batch import Batch
+from megtool.model.batch import LEAST_RUNS, Batch, run_starts
 from megtool.model.cache.key_span import KeySpan
 from megtool.model.masks import Masks
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.spec.model_config import ModelConfig
+from tests.support.emulated.flash import on_cpu
 
 ROWS, HEADS, GROUPS, LENGTH, SIZE = 2, 4, 2, 23, 16
 States = tuple[Tensor, Tensor, Tensor]
@@ -347,35 +352,12 @@ def by_segments(
     return torch.cat(outs), torch.cat(sums, 1)
 
 
-def varlen(query: Any, key: Any, value: Any, *call: Any) -> tuple[Tensor, Tensor, None]:
-    offsets, also, _, _, is_causal, scale, window, shares = call
-    assert offsets is also
-    assert offsets.dtype == torch.int32
-    assert is_causal == (window == [-1, 0])
-    assert shares
-    return *by_segments(query, key, value, offsets, scale, window), None
-
-
-def varlen_backward(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *call: Any
-) -> tuple[Tensor, ...]:
-    """By the weights that log-sum-exps give, as the kernel computes them."""
-    offsets, _, _, _, _, _, scale, window = call
-    found = [torch.zeros_like(x) for x in (query, key, value)]
-    share = query.shape[1] // key.shape[1]
-    for start, stop in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
-        distance = torch.arange(stop - start) - torch.arange(stop - start)[:, None]
-        left, right = (float("inf") if w < 0 else w for w in window)
-        near = (distance >= -left) & (distance <= right)
-        for n in range(query.shape[1]):
-            part, k = slice(start, stop), n // share
-            weights = (query[part, n] @ key[part, k].T * scale - lse[n, part, None]).exp() * near
-            delta = (grad[part, n] * out[part, n]).sum(-1, keepdim=True)
-            d_scores = weights * (grad[part, n] @ value[part, k].T - delta) * scale
-            found[0][part, n] = d_scores @ key[part, k]
-            found[1][part, k] += d_scores.T @ query[part, n]
-            found[2][part, k] += weights.T @ grad[part, n]
-    return tuple(found)
+@pytest.fixture
+def flash() -> Iterator[None]:
+    """torch's kernels of flash-attention, which a CPU has not, by their definition."""
+    library = on_cpu()
+    yield
+    library._destroy()
 
 
 SEGMENTED = tuple(k for k in KINDS if "padding" not in k)
@@ -384,16 +366,11 @@ SEGMENTED = tuple(k for k in KINDS if "padding" not in k)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("kind", SEGMENTED)
 def test_runs_of_tokens_are_what_varlen_kernels_are_told(
-    kind: str, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, has_sinks: bool, flash: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", varlen, raising=False)
-    monkeypatch.setattr(
-        torch.ops.torch_attn, "_varlen_attn_backward", varlen_backward, raising=False
-    )
-    given, mask, rule = states(value_size=8), mask_of(kind), ScoreRule(scale=0.3)
-    if mask.segments is None:
-        assert mask.is_plain  # which is torch's own
-        return
+    assert not attention_varlen.refuse()
+    given, mask, rule = states(value_size=10), mask_of(kind), ScoreRule(scale=0.3)
+    assert attention_varlen.segments_of(mask, LENGTH, LENGTH) is not None
     sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True) if has_sinks else None
     monkeypatch.setattr(dot_product, "choose_way", lambda *_, **__: "varlen")
     leaves = given if sinks is None else (*given, sinks)
@@ -401,8 +378,7 @@ def test_runs_of_tokens_are_what_varlen_kernels_are_told(
     compare(ours, defined(given, whole(mask), rule, sinks), leaves)
 
 
-def test_padding_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", varlen, raising=False)
+def test_padding_is_a_run_of_its_own(flash: None) -> None:
     given, mask, rule = states(), mask_of("padding"), ScoreRule(scale=0.3)
     out, _ = attention_varlen.forward(*given, mask, rule)
     want = defined(given, whole(mask), rule)
@@ -411,6 +387,94 @@ def test_padding_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         < 1e-9
     )
     assert float((out.transpose(1, 2)[1] - want[1]).detach().abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_varlen_kernels_go_back_into_a_cache(
+    window: int, flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts behind a cache: fewer queries than keys, which no head has a copy of."""
+    past, rule = 9, ScoreRule(scale=0.3)
+    (query, key, value), seen = states(), whole(mask_of("window" if window else "causal"))
+    batch = Batch(tokens_BS=torch.ones(ROWS, LENGTH, dtype=torch.int64))
+    span = KeySpan.fresh(batch).part(past, LENGTH)
+    mask = Masks(config(window_size=window), span).of(0)
+    monkeypatch.setattr(dot_product, "choose_way", lambda *_, **__: "varlen")
+    ours = attention(query[:, :, past:], key, value, mask, rule)
+    want = defined((query, key, value), seen, rule)[:, past:]
+    compare(ours, want, (query, key, value))
+
+
+def test_where_runs_begin_is_known_without_the_device() -> None:
+    documents = torch.tensor([[0] * 9 + [1] * 3 + [2] * 11, [0] * 2 + [4] * 21])
+    valid = torch.arange(LENGTH) < torch.tensor([[LENGTH - 6], [LENGTH]])
+    for kinds in ((documents, None), (None, valid), (documents, valid)):
+        starts = run_starts(*kinds)
+        batch = Batch(
+            tokens_BS=torch.ones(ROWS, LENGTH, dtype=torch.int64),
+            documents_BS=kinds[0],
+            valid_BS=kinds[1],
+            run_starts_BM=starts,
+        )
+        found = []
+        for given in (None, batch.run_starts_BM):
+            masks = Masks(
+                config(), KeySpan.fresh(batch), documents_BS=kinds[0], run_starts_BM=given
+            )
+            segments = masks.of(0).segments
+            assert segments is not None
+            assert segments.waits == (given is None)
+            found.append(segments.offsets(ROWS, torch.device("cpu")))
+        assert len(found[1]) == ROWS * LEAST_RUNS + 1
+        assert found[1].dtype == torch.int32
+        assert found[0].tolist() == found[1].unique_consecutive().tolist()
+    assert run_starts(None, None) is None
+    many = run_starts(torch.arange(2 * LENGTH).view(2, -1))
+    assert many is not None
+    assert many.tolist() == [[*range(LENGTH), *[LENGTH] * (32 - LENGTH)]] * 2
+    with pytest.raises(UsageError, match="run_starts_BM"):
+        Batch(tokens_BS=batch.tokens_BS, documents_BS=documents, run_starts_BM=many[:1])
+
+
+def test_operations_of_another_torch_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = attention_varlen._ARGUMENTS["_varlen_attn_backward"] | {"bias"}
+    for name, arguments, said in (
+        ("_varlen_attn_backward", wanted, r"another torch_attn::_varlen_attn_backward \(bias\)"),
+        ("_varlen_attn_backward", wanted - {"bias", "scale"}, r"\(scale\)"),
+        ("_varlen_attn_forward", wanted, "has no torch_attn::_varlen_attn_forward"),
+    ):
+        monkeypatch.setitem(attention_varlen._ARGUMENTS, name, arguments)
+        attention_varlen.refuse.cache_clear()
+        assert re.search(said, attention_varlen.refuse())
+        given = states(dtype=torch.bfloat16)
+        assert not attention_varlen.is_able(given, mask_of("documents").segments)
+        monkeypatch.undo()
+        attention_varlen.refuse.cache_clear()
+    assert attention_varlen.is_able(given, mask_of("documents").segments)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flex_attention_is_compiled_for_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 8 compilations of a function torch runs it as it is, with all scores."""
+    made: list[object] = []
+
+    def note(graph: Any, _: object) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    kinds = functools.cache(functools.partial(attention_flex.compiled.__wrapped__, backend=note))
+    monkeypatch.setattr(attention_flex, "compiled", kinds)
+    counts = []
+    for length in (40, 50, 150, 160, 300, 310, 400, 520, 530, 600, 640):
+        for window in (0, 30):
+            batch = Batch(tokens_BS=torch.ones(2, length, dtype=torch.int64))
+            mask = Masks(config(window_size=window), KeySpan.fresh(batch)).of(0)
+            query, key = (torch.randn(2, heads, length, SIZE) for heads in (HEADS, GROUPS))
+            with torch.no_grad():
+                attention_flex.attention(query, key, key, mask, ScoreRule(scale=0.3, softcap=2.0))
+        counts.append(len(made))
+    assert counts[0] == 2  # a causal mask and a window
+    assert counts[-1] == counts[4] <= 8
 
 
 @pytest.mark.parametrize("kind", ["windows in documents", "documents both ways"])

@@ -160,6 +160,7 @@ struct Step {
 std::vector<std::vector<Step>> graphs;
 bool is_capturing = false;
 void (*call_python)(int) = nullptr;
+void (*tell_wait)(const char*) = nullptr;
 
 // What CUDA refuses.
 
@@ -180,6 +181,12 @@ std::string name_of(const c10::OperatorHandle& op) {
 
 void refuse(const std::string& name) {
   TORCH_CHECK(!is_capturing, "operation not permitted when stream is capturing: ", name);
+}
+
+// The host waits for the device, which no capture permits.
+void wait(const std::string& name) {
+  refuse(name);
+  if (tell_wait) tell_wait(name.c_str());
 }
 
 void check_scaled_mm(const Values& inputs) {
@@ -216,13 +223,14 @@ void check(const c10::OperatorHandle& op, const Values& inputs) {
                   "Expected all tensors to be on the same device, but ", name, " got ", t.sizes(),
                   " on ", t.device());
       if (!t.is_cuda() && t.dim()) refuse(name + " of host memory");
-      if (name.rfind("aten::index.Tensor", 0) == 0 && t.scalar_type() == at::kBool) refuse(name + " by a mask");
+      if (name.rfind("aten::index.Tensor", 0) == 0 && t.scalar_type() == at::kBool && t.is_cuda())
+        wait(name + " by a mask");
     });
     if (v.isGenerator() && v.toGenerator().defined())
       TORCH_CHECK(v.toGenerator().device().is_cuda(), name,
                   ": Expected a 'cuda' device type for generator but found 'cpu'");
   }
-  if (WAITING.count(name)) refuse(name);
+  if (WAITING.count(name)) wait(name);
   if (name == "aten::_scaled_mm") check_scaled_mm(inputs);
   if (name == "aten::_grouped_mm") check_grouped_mm(inputs);
 }
@@ -318,8 +326,11 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, D
                                            dtype.value_or(at::kFloat));
 }
 
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
-  if (self.is_cuda() != source.is_cuda()) refuse("a copy between host and device");
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (self.is_cuda() != source.is_cuda()) {
+    refuse("a copy between host and device");
+    if (!non_blocking) wait(self.is_cuda() ? "a copy to the device" : "a copy to the host");
+  }
   to_host(self).copy_(to_host(source));
   if (is_capturing) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
@@ -361,6 +372,17 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&any>());
 }
 
+// Collectives are gloo's, on the same bytes.
+TORCH_LIBRARY_IMPL(c10d, CUDA, m) {
+  for (const char* name :
+       {"send", "recv_", "recv_any_source_", "broadcast_", "allreduce_", "allreduce_coalesced_",
+        "reduce_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_", "gather_", "scatter_", "reduce_scatter_",
+        "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_",
+        "barrier"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&any>());
+}
+
 const bool registered = (c10::SetAllocator(c10::DeviceType::CUDA, &memory, 10), true);
 
 }  // namespace
@@ -383,6 +405,8 @@ void capture_pause(int is_paused) { is_capturing = !is_paused; }
 void capture_end() { is_capturing = false; }
 
 void on_call(void (*call)(int)) { call_python = call; }
+
+void on_wait(void (*tell)(const char*)) { tell_wait = tell; }
 
 void note_call(int number) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");

@@ -24,12 +24,14 @@ import subprocess
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+Call = Callable[..., tuple[Any, ...]]
 SOURCE = Path(__file__).with_name("device.cpp")
 GIB = 1 << 30
 
@@ -108,6 +110,10 @@ class Emulation:
         self.is_capturing = False
         self.generator = torch.Generator(device="cuda")
         self.calls: list[Callable[[], object]] = []
+        self.waits: list[str] = []
+        self._is_quiet = False
+        self._told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda name: self.wait(name.decode()))
+        recorder.on_wait(self._told)
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda n: self.calls[n]() and None)
         recorder.on_call(self._callback)
         emulation = self
@@ -151,28 +157,71 @@ class Emulation:
         finally:
             self.stream = before
 
+    def wait(self, name: str) -> None:
+        """Note that the host waits for the device, and where: the innermost line of megtool."""
+        if self._is_quiet:
+            return
+        frames = [f for f in traceback.extract_stack() if "/megtool/" in f.filename]
+        place = frames[-1] if frames else None
+        where = place and f"{place.filename.rpartition('/megtool/')[2]}:{place.lineno} {place.line}"
+        self.waits.append(f"{name} at {where}")
+
+    @contextlib.contextmanager
+    def _as_kernel(self) -> Iterator[None]:
+        """Around what stands for a kernel: operations in it are neither captured nor waits."""
+        self._is_quiet, before = True, self._is_quiet
+        if self.is_capturing:
+            self.recorder.capture_pause(1)
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+            if self.is_capturing:
+                self.recorder.capture_pause(0)
+
+    def _note_call(self, call: Callable[[], object]) -> None:
+        """Let the graph that is captured call Python here."""
+        self.calls.append(call)
+        self.recorder.note_call(len(self.calls) - 1)
+
     def note_kernels(self) -> None:
         """Let captures have Triton's kernels, which its interpreter runs on copies in numpy."""
         from triton.runtime import interpreter
 
         run = interpreter.GridExecutor.__call__
-        recorder = self.recorder
 
         def launch(executor: Any, *args: Any, **meta: Any) -> Any:
-            if not self.is_capturing:
-                return run(executor, *args, **meta)
-            self.calls.append(lambda: run(executor, *args, **meta))
-            recorder.note_call(len(self.calls) - 1)
-            recorder.capture_pause(1)
-            try:
-                return run(executor, *args, **meta)
-            finally:
-                recorder.capture_pause(0)
+            def call() -> object:
+                with self._as_kernel():
+                    return run(executor, *args, **meta)
+
+            if self.is_capturing:
+                self._note_call(call)
+            return call()
 
         interpreter.GridExecutor.__call__ = launch
 
+    def run_on_host(self, compute: Call, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A kernel's results, computed on copies of its tensors."""
+        with self._as_kernel():
+            made = tuple(x.cuda() for x in compute(*(x.cpu() for x in given)))
 
-def start(library: Path) -> None:
+        def again() -> None:
+            with self._as_kernel():
+                for target, x in zip(made, compute(*(x.cpu() for x in given)), strict=True):
+                    target.copy_(x)
+
+        if self.is_capturing:
+            self._note_call(again)
+        return made
+
+    def take_waits(self) -> list[str]:
+        """The waits since the last call."""
+        taken, self.waits = self.waits, []
+        return taken
+
+
+def start(library: Path) -> Emulation:
     """Make this process one with a GPU; torch may not have been imported before."""
     assert "torch" not in sys.modules
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -205,7 +254,7 @@ def start(library: Path) -> None:
         "memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: emulation.wait("torch.cuda.synchronize"),
         "_sleep": lambda cycles: None,
         "Stream": Stream,
         "Event": Event,
@@ -228,6 +277,10 @@ def start(library: Path) -> None:
         setattr(torch._C, name, lambda device, pool: None)
     if find_spec("triton") is not None:
         emulation.note_kernels()
+    from tests.support.emulated import flash
+
+    emulation.flash = flash.register("CUDA", run=emulation.run_on_host)
+    return emulation
 
 
 if __name__ == "__main__":
