@@ -115,6 +115,18 @@ class ExcludeList(LoadedForm):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpCopies:
+    """Copies that an engine before a release needs in each layer of multi-token prediction."""
+
+    engine: str
+    before: str
+    model_types: tuple[str, ...]
+    quantized: bool
+    tensors: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleText:
     """What `engines.yaml` says of a rule; `sources` are by engine, and the rule holds for these."""
 
@@ -168,6 +180,7 @@ class EngineTable:
     per_group_formats: Mapping[str, str]
     transforms: tuple[OnlineTransforms, ...]
     exclude_lists: tuple[ExcludeList, ...]
+    mtp_copies: tuple[MtpCopies, ...]
     rules: Mapping[str, RuleText]
 
 
@@ -212,6 +225,7 @@ def load_engines() -> EngineTable:
         "compressed_schemes": CompressedScheme,
         "transforms": OnlineTransforms,
         "exclude_lists": ExcludeList,
+        "mtp_copies": MtpCopies,
     }
     tables: dict[str, Any] = {
         name: tuple(

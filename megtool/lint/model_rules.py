@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from megtool.lint.context import Check, LintContext, parts_of
-from megtool.lint.engines import EngineTarget
+from megtool.lint.engines import EngineTarget, load_engines
 from megtool.lint.folder_view import CONFIG_FILE
 from megtool.quant.recipes.engine_models import permutes_rotary_rows, rotary_conflict
 from megtool.report.finding import Finding
@@ -86,10 +86,33 @@ def _check_deepseek_v4_form(context: LintContext, engine: EngineTarget) -> Itera
         yield Finding(module=CONFIG_FILE, message=text)
 
 
+def _check_mtp_copies(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """Copies of the embedding and the head, which later releases take from the model."""
+    config, tensors = context.folder.config or {}, context.folder.tensors
+    num_layers, num_mtp = (config.get(k) for k in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if type(num_layers) is not int or type(num_mtp) is not int:
+        return
+    layers = [f"model.layers.{num_layers + m}" for m in range(min(num_mtp, len(tensors)))]
+    layers = [layer for layer in layers if f"{layer}.eh_proj.weight" in tensors]
+    for row in load_engines().mtp_copies:
+        if (
+            row.engine != engine.engine
+            or engine.target.has(row.before)
+            or row.quantized != bool(context.form)
+            or config.get("model_type") not in row.model_types
+        ):
+            continue
+        missing = [f"{layer}.{t}" for layer in layers for t in row.tensors]
+        for name in (n for n in missing if n not in tensors):
+            text = f"is in no file, and {engine.engine} before {row.before} needs it"
+            yield Finding(module=name, message=text, source=row.source)
+
+
 CHECKS: Mapping[str, Check] = {
     "tensors-missing": _check_missing,
     "sizes-said": _check_sizes,
     "tensors-unknown": _check_unknown,
+    "mtp-copies": _check_mtp_copies,
     "llama4-rotary": _check_llama4_rotary,
     "deepseek-v4-form": _check_deepseek_v4_form,
 }

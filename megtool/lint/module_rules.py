@@ -12,6 +12,7 @@ from megtool.lint.engines import EngineTarget, ExcludeList, load_engines, rows_f
 from megtool.lint.exclude_matching import MATCHERS, PartlyExcludedError
 from megtool.lint.quant_config import MIXED
 from megtool.lint.stored_format import STORED_FORMATS
+from megtool.quant.recipes.engine_models import is_built_plain
 from megtool.quant.recipes.formats import FORMATS
 from megtool.report.finding import Finding
 
@@ -221,6 +222,15 @@ def _check_embedding(context: LintContext, engine: EngineTarget) -> Iterator[Fin
         yield Finding(module=name, message="is an embedding, and holds codes")
 
 
+def _check_plain(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """Routers and the like, which engines build without a quantization method."""
+    architecture = (context.architectures or [""])[0]
+    for module in context.quantized():
+        if is_built_plain(engine.target, architecture, module.name):
+            text = f"holds codes ({module.algo}), and {engine.engine} builds it unquantized"
+            yield Finding(module=module.name, message=text)
+
+
 def _check_experts(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
     """Every expert is there, with the same tensors."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -266,6 +276,7 @@ CHECKS: Mapping[str, Check] = {
     "format": _check_format,
     "group-size": _check_group_size,
     "embedding": _check_embedding,
+    "plain-modules": _check_plain,
     "experts": _check_experts,
     "stacked-experts": _check_stacked,
 }

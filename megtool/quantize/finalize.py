@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,10 @@ from megtool import __version__
 from megtool.console import Progress
 from megtool.formats.safetensors.reader import open_as_stored
 from megtool.inference.runtime import load_forward, on_ranks
+from megtool.lint.context import read_context
+from megtool.lint.engines import EngineTarget
+from megtool.lint.folder_view import open_folder
+from megtool.lint.rules import apply_rules, load_rules
 from megtool.options.target import TargetOptions
 from megtool.quant.qparams import QParams
 from megtool.quant.recipes.modules import is_in_expert_blocks
@@ -91,12 +95,14 @@ def finalize(
                 progress=progress,
             )
         )
+        missing.extend(_find_missing_copies(request, tree))
         proving = time.monotonic() - began
         if proofs[-1].num_errors:
             raise VerificationError("the written files do not hold what they should")
 
     began = time.monotonic()
     notes = list(solved.qparams.notes)
+    missing: list[str] = []
     written: WriteReport | None = None
     with suppress(VerificationError):
         written = write(
@@ -120,7 +126,7 @@ def finalize(
             before_commit=check,
             progress=progress,
         )
-        notes += written.warnings
+        notes += written.warnings + tuple(missing)
     worker = written.copied.worker if written and written.copied else None
     if worker is not None and not (proofs or proving):
         report = _report(request, solved, samples, seconds)
@@ -155,6 +161,16 @@ def finalize(
         peak_rss_bytes=peak_rss_bytes(),
     )
     return report
+
+
+def _find_missing_copies(request: QuantizeRun, folder: Path) -> Iterator[str]:
+    """What the engine needs of a folder that no decision of a recipe is about."""
+    if (engine := request.resolved.target) is None:
+        return
+    rules = [rule for rule in load_rules() if rule.id == "mtp-copies"]
+    with open_folder(folder) as view:
+        for finding in apply_rules(rules, read_context(view), EngineTarget(target=engine)):
+            yield f"{finding.module} {finding.message}: {finding.effect}"
 
 
 def _report_megatron(

@@ -61,8 +61,8 @@ def find_false_copies(
 def find_repeated_names(source: CheckpointSource, target: TargetView) -> dict[str, list[str]]:
     """The copies of embedding and head that a Hugging Face folder has for multi-token prediction.
 
-    By the names under which a target of the same names stores the originals. Engines load them:
-    vLLM before 0.16 computes NaN without.
+    By the names under which a target of the same names stores the originals. Some releases of
+    engines need them: `mtp_copies` of `megtool/lint/engines.yaml`.
     """
     view = source.view
     if view.dialect != "hf" or source.format not in ("hf", "safetensors") or source.adapters:

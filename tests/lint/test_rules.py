@@ -90,6 +90,7 @@ NAN = torch.tensor(float("nan"))
 ATTENTION = "model.layers.1.self_attn"
 FP9 = "modelopt_fp9"
 QUANT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+DEEPSEEK = config(lambda c: c.update(architectures=["DeepseekV3ForCausalLM"]))
 UNHEARD_OF = config(lambda c: c.update(architectures=["FooLM"], model_type="foo"))
 KEPT = ["lm_head", "model.layers.1.self_attn*"]
 FP8 = torch.float8_e4m3fn
@@ -109,6 +110,11 @@ def rotated(*locations: str) -> Change:
 
 def split(s: dict[str, Any]) -> None:
     s["quantized_layers"][UP]["quant_algo"] = "FP8"
+
+
+def in_fp8(module: str, rows: int, columns: int) -> Tensors:
+    codes = torch.zeros(rows, columns).to(FP8)
+    return {f"{module}.weight": codes, f"{module}.weight_scale": torch.tensor(1.0)}
 
 
 def named(architecture: str) -> Callable[[dict[str, Any]], Any]:
@@ -323,6 +329,20 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
     ("siblings", "divisor", "ct nvfp4", put(f"{Q}.weight_global_scale", torch.tensor([9.0])), ALL),
     ("input-siblings", "of scales", "nvfp4", put(f"{Q}.input_scale", torch.tensor(0.5)), ALL),
     (
+        "plain-modules",
+        "a router",
+        "experts",
+        both(DEEPSEEK, tensors(lambda t: t.update(in_fp8("model.layers.1.mlp.gate", 4, 256)))),
+        ALL,
+    ),
+    (
+        "plain-modules",
+        "a projection before multi-token prediction",
+        "ct fp8",
+        tensors(lambda t: t.update(in_fp8("model.layers.4.eh_proj", 64, 128))),
+        ALL,
+    ),
+    (
         "w1-w3",
         "second scale",
         "experts",
@@ -497,7 +517,9 @@ def test_ranks(made: Path, base: str, tp: int, engines: tuple[str, ...], rule: s
 
 
 def test_all_rules_are_tested() -> None:
-    told = {r for r, *_ in BREAKS} | {r for r, *_ in SOFT} | {"divides", "tensor-parallel"}
+    told = {r for r, *_ in BREAKS} | {r for r, *_ in SOFT}
+    told |= {"divides", "tensor-parallel"}  # test_ranks
+    told |= {"mtp-copies"}  # test_mtp_copies.py
     assert told == {rule.id for rule in load_rules()} == CHECKS.keys()
 
 
@@ -587,3 +609,13 @@ def test_a_tower_that_engines_build_quantized(
     ]
     assert {e for e, _ in found} == engines
     assert all("1 other layers of 'visual'" in f.message for _, f in found)
+
+
+def test_a_router_that_an_engine_builds_quantized(made: Path, tmp_path: Path) -> None:
+    """vLLM and SGLang give the routers of Qwen3's models the method of the others."""
+    shutil.copytree(made / "experts", tmp_path / "x")
+    tensors(lambda t: t.update(in_fp8("model.layers.1.mlp.gate", 4, 256)))(tmp_path / "x")
+    config(lambda c: c.update(architectures=["Qwen3MoeForCausalLM"]))(tmp_path / "x")
+    report = lint(tmp_path / "x", target=ALL)
+    found = {e for e in report.targets for f in report.of(e) if f.id == "plain-modules"}
+    assert found == {"trtllm"}

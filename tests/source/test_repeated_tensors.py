@@ -38,7 +38,7 @@ def with_ends(plain: Path, folder: Path, *, factor: float = 1.0, place: int = -1
 
 
 def test_copies_are_written_back(plain: Path, tmp_path: Path) -> None:
-    """vLLM before 0.16 computes NaN in drafts without them."""
+    """Releases of vLLM before 0.16 draft from uninitialized memory without them."""
     source = with_ends(plain, tmp_path / "hf")
     report = reshard(source, tmp_path / "out", to="hf", strict=True, fsync=False)
     assert not report.dropped

@@ -78,6 +78,24 @@ SUPPORTED_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
 too (vLLM and SGLang through transformers)."""
 
 
+PLAIN_MODULES = ("gate", "router", "shared_expert_gate", "eh_proj", "weights_proj")
+"""Modules, by the last part of their names, that engines build without a quantization method.
+
+Routers, the gate of a shared expert, the projection before a layer of multi-token prediction, and
+the weights of an indexer's heads: what the model classes of vLLM 0.11.2, 0.16.0 and 0.33.0, of
+SGLang 0.5.23 and of TensorRT-LLM (_torch/models at 000561df) give them as `quant_config`.
+"""
+
+_QUANTIZED_ROUTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("vllm", "gate", ("Qwen3", "Lfm2Moe", "Arctic")),
+    ("vllm", "eh_proj", ("NemotronH", "Longcat", "Bailing")),
+    ("sglang", "gate", ("Qwen3",)),
+    ("sglang", "eh_proj", ("NemotronH", "Longcat", "Bailing")),
+    ("trtllm", "eh_proj", ("NemotronH",)),
+)
+"""The model classes, by the start of their names, that give such a module the model's method."""
+
+
 class Release(Protocol):
     """An engine at a version, such as `engine_support.EngineVersion`."""
 
@@ -111,6 +129,44 @@ def rotary_conflict(release: Release, algo: str) -> str:
     return ""
 
 
+def is_built_plain(release: Release, architecture: str, module: str) -> bool:
+    """Whether the engine builds a module of a model class without a quantization method."""
+    last = module.rpartition(".")[2]
+    return last in PLAIN_MODULES and not any(
+        release.engine == engine and last == name and architecture.startswith(classes)
+        for engine, name, classes in _QUANTIZED_ROUTERS
+    )
+
+
+def _check_plain_modules(
+    release: Release,
+    architecture: str,
+    used: Mapping[str, Sequence[Decision]],
+    problems: RecipeProblems,
+) -> None:
+    """Add a problem if the recipe quantizes what the engine builds unquantized."""
+    wrong = {
+        name: d
+        for group in used.values()
+        for d in group
+        for name in d.module.names_in("hf")
+        if is_built_plain(release, architecture, name)
+    }
+    if wrong:
+        (name, decision), more = next(iter(wrong.items())), len(wrong) - 1
+        problems.add(
+            decision.format.line if decision.format else 0,
+            f"{release.name} builds {name} unquantized, and it would be {decision.label}"
+            + (f"; so does it {more} more" if more else ""),
+            f"keep it: a rule with {_describe_roles(decision)} and format: keep",
+        )
+
+
+def _describe_roles(decision: Decision) -> str:
+    role = next((r for r in ("router", "mtp") if r in decision.module.roles), None)
+    return f"match: {{role: {role}}}" if role else f"match: {{glob: {decision.module.name!r}}}"
+
+
 def check_family(
     release: Release,
     architecture: str,
@@ -122,6 +178,7 @@ def check_family(
 
     `used` are the decisions about weights by format.
     """
+    _check_plain_modules(release, architecture, used, problems)
     if reason := reject_kv_cache_only(release.engine, decisions):
         line = next((d.format.line for d in decisions if d.format), 0)
         problems.add(line, f"{release.name} {reason}", kv_cache_only_hint(release.engine))

@@ -9,8 +9,10 @@ import pytest
 
 from megtool import explain_recipe
 from megtool.errors import RecipeError, UsageError
+from megtool.lint.engines import load_engines
 from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.engine_models import PLAIN_MODULES
 from megtool.quant.recipes.engine_support import (
     TABLE,
     check_engine,
@@ -188,6 +190,54 @@ def test_what_runs_as_one_has_one_format(
     with pytest.raises(RecipeError) as caught:
         explain_recipe(llama, tmp_path / "r.yaml", target="vllm")
     assert told in str(caught.value)
+
+
+ROUTERS = """
+description: d
+formats: {f: {algo: FP8}}
+rules:
+- {match: {kind: norm}, format: keep}
+- {match: {role: [embedding, lm_head]}, format: keep}
+- {match: {kind: kv_cache}, format: keep}
+- {match: {kind: linear}, format: f}
+"""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "refused_by"),
+    [
+        ("DeepseekV3ForCausalLM", {"vllm", "sglang", "trtllm"}),
+        ("Qwen3MoeForCausalLM", {"trtllm"}),
+    ],
+)
+def test_routers_that_engines_build_plain(
+    architecture: str, refused_by: set[str], moe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text(ROUTERS)
+    decisions = resolve_recipe(moe, tmp_path / "r.yaml").matched.decisions
+    for name in ("vllm", "sglang", "trtllm"):
+        problems = RecipeProblems("x")
+        recipe = load_recipe(tmp_path / "r.yaml")
+        check_engine(parse_engine(name), recipe, decisions, problems, architecture=architecture)
+        told = [p for p in problems.problems if "model.layers.1.mlp.gate unquantized" in p[1]]
+        assert bool(told) == (name in refused_by)
+        assert all("match: {role: router}" in hint for _, _, hint in told)
+
+
+def test_a_projection_before_multi_token_prediction_is_plain(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.support.models import mtp_models
+
+    mtp_models.glm4_moe(tmp_path / "glm")
+    text = ROUTERS.replace("[emb", "[router, emb").replace("FP8", "FP8_PB_WO")
+    (tmp_path / "r.yaml").write_text(text)
+    with raises(RecipeError, "model.layers.4.eh_proj unquantized"):
+        explain_recipe(tmp_path / "glm", tmp_path / "r.yaml", target="trtllm")
+
+
+def test_the_rules_of_lint_have_the_same_plain_modules() -> None:
+    heads = {"lm_head", "head"}
+    assert {*PLAIN_MODULES} | heads == {*load_engines().modules.never_quantized}
 
 
 def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
