@@ -43,7 +43,7 @@ from megtool.storage.location.path import (
 )
 
 _LOG = logging.getLogger(__name__)
-_VERSION = 2
+_VERSION = 3
 _TOKENS, _LENGTHS, _LEARNED, _FACTS = "tokens.bin", "lengths.npy", "learned.bin", "facts.json"
 _CHECK = "check.json"
 

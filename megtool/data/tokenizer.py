@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from megtool.storage.location.path import location
 if TYPE_CHECKING:
     from megtool.data.chat_template import TemplateRenderer
 
+_LOG = logging.getLogger(__name__)
 _TABLES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -85,6 +88,7 @@ class Tokenizer:
         self.special_ids: tuple[int, ...] = tuple(getattr(full, "all_special_ids", ()))
         eos_ids = () if self.eos_id is None else (self.eos_id,)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *eos_ids)))
+        self._has_told_doubles = False
 
     @classmethod
     def load(cls, files: Mapping[str, Path | bytes]) -> Tokenizer:
@@ -170,14 +174,47 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
         """The tokens of each text. Other threads run meanwhile.
 
+        A text may begin with the token that the tokenizer puts before every text (BOS), as chat
+        templates write it, or end with the one that it puts behind: it is there once then.
+
         Raises:
             FormatError: the tokenizer's rules fail on a text.
         """
+        ids = self._encode_batch(texts, add_special)
+        if not add_special or self._added == (None, None):
+            return ids
+        return [self._without_doubles(tokens) for tokens in ids]
+
+    def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[list[int]]:
         if self._fast is None:
             return [self._full.encode(t, add_special_tokens=add_special) for t in texts]
         with _told_panics(self._place):
             fast = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special)
         return [encoding.ids for encoding in fast]
+
+    @cached_property
+    def _added(self) -> tuple[int | None, int | None]:
+        """The special tokens that the tokenizer puts before and behind a text; None for none."""
+        (bare,), (full,) = (self._encode_batch(["a"], added) for added in (False, True))
+        begin, end = full[:1], full[-1:]
+        return (
+            begin[0] if begin and bare[:1] != begin and begin[0] in self.special_ids else None,
+            end[0] if end and bare[-1:] != end and end[0] in self.special_ids else None,
+        )
+
+    def _without_doubles(self, ids: list[int]) -> list[int]:
+        begin, end = self._added
+        first = 1 if begin is not None and ids[:2] == [begin, begin] else 0
+        last = len(ids) - (1 if end is not None and ids[-2:] == [end, end] else 0)
+        if first == 0 and last == len(ids):
+            return ids
+        if not self._has_told_doubles:
+            self._has_told_doubles = True
+            _LOG.warning(
+                "texts have %s already, which the tokenizer adds: it is there once",
+                self.decode([ids[0 if first else -1]], skip_special=False),
+            )
+        return ids[first:last]
 
     def token_id(self, token: str) -> int | None:
         """The number of a token of the vocabulary; None if it has none."""

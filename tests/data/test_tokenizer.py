@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from megtool.commands.demo import demo_weights
+from megtool.data.documents import Document
+from megtool.data.tokenize_documents import encode as encode_documents
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MappingError, MissingPackageError
 from megtool.formats.auxiliary_files import MAX_AUXILIARY_BYTES
@@ -55,6 +57,54 @@ def test_what_a_tokenizer_puts_around_a_text_can_be_left_out(tmp_path: Path) -> 
     assert with_bos.encode("word")[0] == 0
     assert with_bos.encode("word", add_special=False) == with_bos.encode("word")[1:]
     assert with_bos.chat(CHAT)[0] == 2  # the template writes its own special tokens
+
+
+def test_a_text_that_has_the_special_tokens_has_them_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A text that a chat template rendered is what the conversation itself is in transformers."""
+    from transformers import AutoTokenizer
+
+    root = tiny_tokenizer.save(tmp_path, bos=True)
+    peer = AutoTokenizer.from_pretrained(str(root))
+    peer.chat_template = "{{ bos_token }}" + peer.chat_template
+    rendered = peer.apply_chat_template(CHAT, tokenize=False)
+    expected = list(peer.apply_chat_template(CHAT, return_dict=False))
+    tokenizer = Tokenizer.from_folder(root)
+    assert peer.encode(rendered)[:2] == [tokenizer.bos_id] * 2
+    assert tokenizer.encode_batch([rendered, "the text", rendered]) == [
+        expected,
+        peer.encode("the text"),
+        expected,
+    ]
+    assert [r.message for r in caplog.records] == [
+        f"texts have {peer.bos_token} already, which the tokenizer adds: it is there once"
+    ]
+    rows = encode_documents(
+        [Document(text=rendered, file="f", number=1)], tokenizer, append_eos=False
+    )
+    assert [row.ids.tolist() for row in rows] == [expected]
+    twice = peer.encode(peer.bos_token * 2 + "word", add_special_tokens=False)
+    assert tokenizer.encode(peer.bos_token * 2 + "word") == twice  # as it is written
+
+
+def test_an_end_that_the_tokenizer_adds_is_there_once(tmp_path: Path) -> None:
+    rules = json.loads((tiny_tokenizer.save(tmp_path) / "tokenizer.json").read_text())
+    end = next(t for t in rules["added_tokens"] if t["id"] == 1)["content"]
+    rules["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": end, "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {end: {"id": end, "ids": [1], "tokens": [end]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("word" + end) == tokenizer.encode("word")
+    assert tokenizer.encode("word")[-1] == 1
+    assert tokenizer.encode("") == [1]
 
 
 @pytest.mark.parametrize(
