@@ -44,7 +44,9 @@ class ExecutionOptions(CopyResources, Publishing, WorkerShare):
         False,
         needs=(_WRITES,),
     )
-    strict: bool = option(OUTPUT, "Fail if a tensor would be dropped.", False)
+    strict: bool = option(
+        OUTPUT, "Fail if something would be dropped that no option leaves out.", False
+    )
 
     @property
     def digest_mode(self) -> DigestMode:

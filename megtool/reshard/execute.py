@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megtool import __version__
 from megtool.console import Progress
+from megtool.convert.identity import is_optimizer_state
 from megtool.digests.crc32c import TOOL, Sidecar, TensorDigest
 from megtool.errors import CoverageError, DigestError, FormatError, UsageError
 from megtool.fp8_state.transfer import resolve_amax
@@ -156,7 +157,8 @@ def plan_reshard(
         raise CoverageError(
             f"{len(lost)} things would be dropped, the first because {lost[0].reason}",
             tensor=lost[0].name,
-            hint="without --strict they are dropped and listed",
+            hint="without --strict they are dropped and listed"
+            + (_WEIGHTS_ALONE if any(is_optimizer_state(d.name) for d in lost) else ""),
         )
     return ReshardJob(
         sources=replace(sources, source=source),
@@ -165,6 +167,9 @@ def plan_reshard(
         inventory=inventory,
         destination=options.destination,
     )
+
+
+_WEIGHTS_ALONE = "; --optimizer-format none asks for the weights alone"
 
 
 def _planning_worker(

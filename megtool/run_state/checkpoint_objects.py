@@ -91,7 +91,9 @@ def plan_objects(
             out.derived.append(name)
         elif (reason := obstacle(name)) is not None:
             idle = is_rerun_object(name) and is_rerun_idle(catalogue)
-            out.drop(name, f"{reason}; none was pending" if idle else reason, is_lost=not idle)
+            unused = is_rng_object(name) and not source.view.states
+            reason = f"{reason}; none was pending" if idle else reason
+            out.drop(name, reason, is_lost=not (idle or unused))
         elif is_extra_state(name) and source.is_canonical:
             _place_state(out, source, name, spelling, renumber)
         else:

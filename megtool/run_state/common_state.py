@@ -166,6 +166,8 @@ def read_iteration(catalogue: Catalogue) -> int | None:
 
 _RECOVERABLE = ("args", "checkpoint_version", "content_metadata")
 _OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler")
+_PROGRESS = ("iteration", "num_floating_point_operations_so_far", "rng_state")
+"""What only a run that goes on needs: nothing is lost where its optimizer state is left out."""
 
 
 def account_for_common(
@@ -198,7 +200,7 @@ def account_for_common(
             derived.append(name)
         else:
             is_harmless = key == "content_metadata"
-            is_unused = key in _OPTIMIZER and not source.view.states
+            is_unused = key in (*_OPTIMIZER, *_PROGRESS) and not source.view.states
             is_idle = key == RERUN and is_rerun_idle(source.catalogue)
             reason = f"{target!r} has no place for it"
             if key == RERUN:

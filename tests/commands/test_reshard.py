@@ -228,7 +228,10 @@ def test_optimizer_state_that_a_format_cannot_hold_is_listed(tmp_path: Path, hf:
     with pytest.raises(CoverageError) as e:
         reshard(saved, tmp_path / "strict", **options, strict=True)
     assert e.value.tensor in names
+    assert "--optimizer-format none" in (e.value.hint or "")
     assert not (tmp_path / "strict").exists()
+    reshard(saved, tmp_path / "weights", **options, strict=True, optimizer_format="none")
+    assert stored_tensors(tmp_path / "weights") == stored_tensors(hf)
     assert staging_folders(tmp_path) == []
 
 

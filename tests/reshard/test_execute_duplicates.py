@@ -73,3 +73,14 @@ def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_compared_with_what_was_not_selected(tmp_path: Path) -> None:
     source = tied(tmp_path / "hf", (0, 0))
     reshard(source, tmp_path / "out", to="torch_dist", strict=True, exclude=[EMBEDDING])
+
+
+def test_verify_compares_a_false_copy(tmp_path: Path) -> None:
+    a = tied(tmp_path / "a", rows=90)
+    assert verify(a, tied(tmp_path / "same", rows=90)).verdict == "equal"
+    for other in (tied(tmp_path / "b", (3, 4), rows=90), tied(tmp_path / "c")):
+        for pair in ((a, other), (other, a)):
+            report = verify(*pair)
+            assert [(p.part, p.verdict) for p in report.parts][0] == ("tensors", "differs")
+            assert [(d.tensor, d.kind) for d in report.differences] == [(HEAD, "values")]
+    assert any(HEAD in note and "[90, 256]" in note for note in verify(a).notes)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from megtool import reshard
-from megtool.errors import UsageError
+from megtool.errors import CoverageError, UsageError
 from megtool.formats import open_checkpoint
 from megtool.options.layout import ParallelConfig
 from tests.support.checkpoints.stored_arrays import stored_arrays
 from tests.support.checkpoints.trained import config, write
+from tests.support.errors import raises
 
 SOURCES: dict[str, dict[str, Any]] = {
     "fully_reshardable": {"to": "torch_dist"},
@@ -46,6 +47,22 @@ def test_weights_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> N
         n: a.tobytes() for n, a in stored_arrays(truth).items() if not n.startswith("optimizer.")
     }
     assert {n: a.tobytes() for n, a in stored_arrays(tmp_path / "back").items()} == wanted
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_nothing_is_lost_of_a_run_whose_weights_alone_are_wanted(
+    to: str, tmp_path: Path, materialize: Any
+) -> None:
+    """Neither format holds an iteration, and random state belongs to the run."""
+    source, out = tmp_path / "in", tmp_path / ("out.safetensors" if to == "safetensors" else "out")
+    write(source, config(), ParallelConfig(), materialize)
+    with raises(CoverageError, tensor="common state: iteration"):
+        reshard(source, out, to=to, strict=True, fsync=False)
+    for options in ({"optimizer_format": "none"}, {"exclude": ["optimizer.*"]}):
+        report = reshard(source, out, to=to, strict=True, fsync=False, overwrite=True, **options)
+        assert not any(d.is_lost for d in report.dropped)
+    names = {d.name for d in report.dropped}
+    assert "common state: iteration" in names
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "zarr"])

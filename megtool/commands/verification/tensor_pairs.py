@@ -96,11 +96,32 @@ def match_tensors(
             yield TensorPair(name=name, a=p, b=None)
         if name in compared_sources[1].sizes and q is not None:
             yield TensorPair(name=name, a=None, b=q)
+    yield from _match_false_copies(a, b, findings)
     for (state, path, kind), n in num_unmatched.items():
         reason = f"{path} alone has it, and {kind!r} has no place for it"
         findings.uncompared[f"{state} of {n} tensors"] = reason
         findings.notes.append(
             f"{state} of {n} tensors is in {path} alone, for {kind!r} has no place for it"
+        )
+
+
+def _match_false_copies(
+    a: CheckpointSource, b: CheckpointSource, findings: Findings
+) -> Iterator[TensorPair]:
+    """Pairs of stored tensors that the model takes for copies of others, and that are none."""
+    if not (a.is_canonical and b.is_canonical):
+        return  # all stored names are compared
+    false = {c.name: (s, c) for s in (b, a) for c in s.false_copies}
+    for name, (source, copy) in false.items():
+        x, y = (s.catalogue[name] if name in s.catalogue else None for s in (a, b))
+        if x is not None and y is not None and (x.shape, x.dtype) == (y.shape, y.dtype):
+            yield TensorPair(name=name, a=(place := Placement.identity(name, x.shape)), b=place)
+            continue
+        lacks = b if source is a else a
+        has_other = "has another" if x is not None and y is not None else "does not have it"
+        text = f"in {source.path} it is {copy}; {lacks.path} {has_other}"
+        findings.differences.append(
+            Difference(tensor=name, stored=name, kind="values", text=text)
         )
 
 
@@ -152,8 +173,12 @@ def _compare_tied_copies(
     """Output matrices that are no part of the model, because they repeat its embedding: do they?"""
     pairs = []
     place = source.view.placements.get(_EMBEDDING)
+    false = {c.name: c for c in source.false_copies}
     for stored, reason in source.view.dropped:
         tensor = source.catalogue[stored]
+        if (copy_fault := false.get(stored)) is not None:
+            findings.notes.append(f"{stored} of {source.path} is {copy_fault}")
+            continue
         if reason != _TIED or place is None:
             findings.notes.append(f"{stored} of {source.path} is not compared: {reason}")
             continue

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from megtool.commands.reports.verify import Difference, PartCheck
+from megtool.commands.reports.verify import Difference, DifferenceKind, PartCheck
 from megtool.commands.verification.attached_files import digest_file, parse_json
 from megtool.formats.header_reader import list_names
 from megtool.megatron_state.extra_states.names import (
@@ -55,6 +55,9 @@ _GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
 _OF_LAYOUT = frozenset({"params", "is_expert_parallel", "is_vision_model_param"})
 """Entries of a param group that say where its parameters are, and nothing about the update."""
 _IN_COMMON = ("args", "checkpoint_version", "num_floating", "iteration", *_SCHEDULERS)
+_MEGATRON = ("torch_dist", "megatron")
+_RANKS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_RANDOM = "random state "
 _SHOWN_NAMES = 4
 _RELATIVE = 1e-7  # float32 and float64 of one number
 
@@ -75,13 +78,25 @@ def compare_training_state(
 ) -> tuple[PartCheck, list[Difference]]:
     """Compare iteration, scheduler, param groups, random state, sample counts, scaler, extra state.
 
-    State that only one of the two holds is named as not compared.
+    State that only one of the two holds is a difference where both are of one kind of format. A
+    conversion between kinds loses what the other has no place for: that is named as not compared,
+    and so is random state that belongs to the ranks of another layout.
 
     Raises:
         FormatError: an object is damaged, or names something hostile.
     """
     x, y = read_training_state(a), read_training_state(b)
-    outcome = _Outcome(x.path, y.path)
+    kinds = {_MEGATRON if c.format in _MEGATRON else c.format for c in (a.catalogue, b.catalogue)}
+    layouts = [
+        [args.get(name) for name in _RANKS] if (args := saved_args(c)) else None
+        for c in (a.catalogue, b.catalogue)
+    ]
+    outcome = _Outcome(
+        x.path,
+        y.path,
+        is_one_kind=len(kinds) == 1,
+        is_one_layout=layouts[0] is not None and layouts[0] == layouts[1],
+    )
     outcome.compare_entries("", x.entries, y.entries)
     outcome.compare_groups(x, y)
     outcome.compare_extra_states(x, y)
@@ -205,7 +220,7 @@ def _read_object(catalogue: Catalogue, name: str, out: TrainingState) -> None:
             state = decode(value)
             out.extra_states[parse_site(name) or name] = state or plain_value(value)
     else:
-        key = f"random state {name.rpartition('/')[2]}" if is_rng_object(name) else name
+        key = f"{_RANDOM}{name.rpartition('/')[2]}" if is_rng_object(name) else name
         out.entries[key] = plain_value(read_object(catalogue, catalogue.objects[name]))
 
 
@@ -255,8 +270,9 @@ def _is_same(a: Any, b: Any) -> bool:
 class _Outcome:
     """The comparison so far."""
 
-    def __init__(self, a: str, b: str) -> None:
+    def __init__(self, a: str, b: str, *, is_one_kind: bool, is_one_layout: bool) -> None:
         self.a, self.b = a, b
+        self.is_one_kind, self.is_one_layout = is_one_kind, is_one_layout
         self.compared: list[str] = []
         self.uncompared: dict[str, str] = {}
         self.differences: list[Difference] = []
@@ -269,9 +285,7 @@ class _Outcome:
                 if not _is_same(a[name], b[name]):
                     self.differ(f"{place}{name}", _describe(a[name], b[name], self.a, self.b))
             else:
-                self.uncompared[f"{place}{name}"] = (
-                    f"{self.a if name in a else self.b} alone has it"
-                )
+                self.leave(f"{place}{name}", is_in_a=name in a)
 
     def compare_groups(self, a: TrainingState, b: TrainingState) -> None:
         """Compare param groups that have the same multipliers."""
@@ -283,8 +297,7 @@ class _Outcome:
         for key in (*left, *(k for k in right if k not in left)):
             name = _group_name(key) if len(left) > 1 or len(right) > 1 else "param group"
             if key not in left or key not in right:
-                has = self.a if key in left else self.b
-                self.uncompared[name] = f"{has} alone has it"
+                self.leave(name, is_in_a=key in left)
                 continue
             group_a, group_b = (
                 {k: v[0] if len(v) == 1 else v for k, v in side[key].items()}
@@ -301,16 +314,28 @@ class _Outcome:
             self.compared.append(name)
             if (text := _compare_states(left[site], right[site])) is not None:
                 self.differ(name, text)
-        for path, state, other in ((self.a, left, right), (self.b, right, left)):
+        for is_in_a, state, other in ((True, left, right), (False, right, left)):
             only = [_module(site) for site in state if site not in other]
             if only:
                 names = ", ".join(only[:_SHOWN_NAMES]) + (" …" if len(only) > _SHOWN_NAMES else "")
-                self.uncompared[f"extra state of {names}"] = f"{path} alone has it"
+                self.leave(f"extra state of {names}", is_in_a=is_in_a)
 
-    def differ(self, name: str, text: str) -> None:
+    def leave(self, name: str, *, is_in_a: bool) -> None:
+        """Record state that only one of the two has."""
+        has, lacks = (self.a, self.b) if is_in_a else (self.b, self.a)
+        of_layout = name.startswith(_RANDOM) and not self.is_one_layout
+        if self.is_one_kind and not of_layout:
+            self.differ(name, f"{has} has it, and {lacks} does not", kind="missing")
+            return
+        reason = (
+            "it belongs to ranks of its layout" if of_layout else "the formats are of two kinds"
+        )
+        self.uncompared[name] = f"{has} alone has it, and {reason}"
+
+    def differ(self, name: str, text: str, kind: DifferenceKind = "state") -> None:
         """Record a difference."""
         self.differences.append(
-            Difference(tensor=name, stored=name, kind="state", text=text, part=PART)
+            Difference(tensor=name, stored=name, kind=kind, text=text, part=PART)
         )
 
     def part(self) -> PartCheck:

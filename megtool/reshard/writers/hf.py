@@ -9,7 +9,7 @@ from megtool.formats.safetensors.reader import DEFAULT_SHARD_BYTES
 from megtool.formats.safetensors.reader import plan_safetensors_layout as lay_out_safetensors
 from megtool.megatron_state.extra_states.names import EMPTY, is_empty_state
 from megtool.megatron_state.param_groups import is_group_object
-from megtool.megatron_state.random_state import is_rerun_idle, is_rerun_object
+from megtool.megatron_state.random_state import is_rerun_idle, is_rerun_object, is_rng_object
 from megtool.options.target import TargetOptions
 from megtool.plan.copies import DroppedItem
 from megtool.reshard.writers.target_spec import Target
@@ -48,7 +48,7 @@ def plan_layout(
         reason, is_lost = f"{out.format!r} holds only tensors and small files", True
         if is_empty_state(catalogue, name):
             reason, is_lost = EMPTY, False
-        elif is_group_object(name) and not source.view.states:
+        elif (is_group_object(name) or is_rng_object(name)) and not source.view.states:
             reason, is_lost = "its optimizer state is left out", False
         elif is_rerun_object(name) and is_rerun_idle(catalogue):
             reason, is_lost = "rerun state; none was pending", False

@@ -53,7 +53,10 @@ def groups(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory, materialize: Any) -> Callable[..., Path]:
-    """Write a trained checkpoint of Megatron; every call has the same tensors."""
+    """Write a trained checkpoint of Megatron; every call has the same tensors.
+
+    An empty `rng` writes no random state.
+    """
 
     def make(
         args: dict[str, Any] | None = None,
@@ -69,7 +72,7 @@ def write(tmp_path_factory: pytest.TempPathFactory, materialize: Any) -> Callabl
             ParallelConfig(),
             materialize,
             args=ARGS | (args or {}),
-            objects={RNG: rng or random_state()},
+            objects={} if rng == b"" else {RNG: rng or random_state()},
             beside=beside,
             small_state=groups() | {"opt_param_scheduler": SCHEDULER} | (state or {}),
         )
@@ -266,11 +269,35 @@ def test_the_loss_scale(megatron: Path, write: Callable[..., Path]) -> None:
     check_one(megatron, write(state=state), "training state", "grad_scaler.scale")
 
 
-def test_state_that_one_side_lacks_is_named(megatron: Path, tmp_path: Path) -> None:
+def test_state_that_one_side_lacks_is_a_difference(megatron: Path, tmp_path: Path) -> None:
     reshard(megatron, tmp_path / "b", optimizer_format="none", fsync=False)
-    part = verify(megatron, tmp_path / "b", threads=1, parts="state").parts[0]
+    report = verify(megatron, tmp_path / "b", threads=1, parts="state")
+    assert (report.parts[0].verdict, report.exit_status) == ("differs", 7)
+    missing = {d.tensor for d in report.differences if d.kind == "missing"}
+    assert any(name.startswith("param group") for name in missing)
+    assert "grad_scaler.scale" in missing
+    assert verify(megatron, tmp_path / "b", threads=1, parts="config,files").exit_status == 0
+
+
+def test_a_format_without_a_place_for_state_is_no_difference(
+    megatron: Path, tmp_path: Path
+) -> None:
+    reshard(megatron, tmp_path / "hf", to="hf", family="llama", fsync=False)
+    report = verify(megatron, tmp_path / "hf", threads=1, family="llama")
+    state = next(p for p in report.parts if p.part == "training state")
+    assert (report.exit_status, state.verdict) == (0, "not compared")
+    assert {"iteration", "opt_param_scheduler.num_steps"} <= state.not_compared.keys()
+
+
+def test_random_state_belongs_to_a_layout(
+    megatron: Path, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    reshard(megatron, tmp_path / "tp2", tp=2, fsync=False)
+    part = verify(megatron, tmp_path / "tp2", threads=1, parts="state").parts[0]
     assert part.verdict == "equal"
-    assert any("lr" in name for name in part.not_compared)
+    assert any(name.startswith("random state") for name in part.not_compared)
+    without = write(rng=b"")
+    check_one(megatron, without, "training state", "random state shard_0.0_1.1")
 
 
 def test_state_of_a_trainer_beside_weights(hf: Path, tmp_path: Path) -> None:
