@@ -36,7 +36,8 @@ def verify(options: VerifyOptions, *, progress: Progress = silent) -> VerifyRepo
     or `rtol` they are compared as numbers of any dtype: `|a - b| <= atol + rtol * |b|`.
     If one was pruned from the other, that one's parts that its record lists are compared; if one is
     rotated, the other is compared as if it were.
-    Padding is left out, and so is optimizer state that the other format has no place for.
+    Padding is left out, and so is optimizer state that the other format has no place for. State
+    that only one of two checkpoints of one kind of format holds is a difference.
     `iteration` applies to whichever of the two is a save folder. Memory is bounded by a few
     buffers per thread.
 

@@ -166,6 +166,8 @@ def _compare_unread(
     """Yield settings that no field holds and that differ as they are stored."""
     if a.form != b.form:
         return
+    # One that the family reads is a field on both sides, where its absence is the class's default.
+    read = {k for s in (a, b) if s.family for k in s.family.stored_keys}
     ignored = {*_WITHOUT_EFFECT, *(k for s in (a, b) if s.family for k in s.family.ignores)}
     for name in (*a.unread, *(n for n in b.unread if n not in a.unread)):
         if not ignored.isdisjoint(name.split(".")):
@@ -176,6 +178,8 @@ def _compare_unread(
         elif name in a.unread and name in b.unread:
             compared.append(name)
             yield name, f"{_both(name, (x, y), a, b)}; megtool does not read it"
+        elif name in read:
+            compared.append(name)
         elif x or y:
             has = a.path if name in a.unread else b.path
             if any(name in s.reason for s in (a, b)):  # the reason why one side is refused

@@ -112,17 +112,16 @@ def _match_false_copies(
     if not (a.is_canonical and b.is_canonical):
         return  # all stored names are compared
     false = {c.name: (s, c) for s in (b, a) for c in s.false_copies}
+    stored = [{t.name: t for t in s.catalogue.tensors if t.name in false} for s in (a, b)]
     for name, (source, copy) in false.items():
-        x, y = (s.catalogue[name] if name in s.catalogue else None for s in (a, b))
+        x, y = (tensors.get(name) for tensors in stored)
         if x is not None and y is not None and (x.shape, x.dtype) == (y.shape, y.dtype):
             yield TensorPair(name=name, a=(place := Placement.identity(name, x.shape)), b=place)
             continue
         lacks = b if source is a else a
         has_other = "has another" if x is not None and y is not None else "does not have it"
         text = f"in {source.path} it is {copy}; {lacks.path} {has_other}"
-        findings.differences.append(
-            Difference(tensor=name, stored=name, kind="values", text=text)
-        )
+        findings.differences.append(Difference(tensor=name, stored=name, kind="values", text=text))
 
 
 def plan_own_checks(

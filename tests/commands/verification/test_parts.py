@@ -229,6 +229,30 @@ def test_args_of_layouts_and_runs_are_no_settings(
     assert differing(megatron, write(args=args))[1] == set()
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "granite", "deepseek_v3"])
+def test_keys_that_one_side_leaves_to_its_class(model_type: str, tmp_path: Path) -> None:
+    """A key at the default of transformers' class, and its absence, are one setting."""
+    transformers = pytest.importorskip("transformers")
+    from tests.support.models import family_models
+
+    a = family_models.save(model_type, tmp_path / "a")
+    stored = json.loads((a / "config.json").read_text())
+    kept = {"model_type", "architectures", "dtype"}
+    defaults = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    bare = {k: v for k, v in stored.items() if k in kept or k not in defaults or defaults[k] != v}
+    assert len(stored) - len(bare) > 5
+    b = shutil.copytree(a, tmp_path / "b")
+    (b / "config.json").write_text(json.dumps(bare))
+    part = verify(a, b, threads=1, parts="config").parts[0]
+    assert (part.verdict, dict(part.not_compared)) == ("equal", {})
+    key = {"gemma2": "attn_logit_softcapping", "granite": "residual_multiplier"}.get(
+        model_type, "routed_scaling_factor"
+    )
+    (b / "config.json").write_text(json.dumps(bare | {key: 3.5}))
+    part = verify(a, b, threads=1, parts="config").parts[0]
+    assert part.verdict == "differs"
+
+
 # ---- training state
 
 
