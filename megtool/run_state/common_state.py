@@ -170,6 +170,17 @@ _PROGRESS = ("iteration", "num_floating_point_operations_so_far", "rng_state")
 """What only a run that goes on needs: nothing is lost where its optimizer state is left out."""
 
 
+def _lost_args(source: CheckpointSource, target: str) -> str:
+    """Why no config.json holds the model's args, or "" where one does."""
+    if target == "safetensors":
+        return "a file of tensors holds no configuration of their model"
+    if (source.model is not None and source.model.family is not None) or (
+        "config.json" in source.attachments()
+    ):
+        return ""
+    return f"{target!r} holds the model's configuration as a config.json, which needs --family NAME"
+
+
 def account_for_common(
     source: CheckpointSource,
     written: Mapping[str, Any] | None,
@@ -180,7 +191,7 @@ def account_for_common(
     """What becomes of each part of the common state: moved, derived, or dropped with a reason.
 
     `written` is the target's, None where the format has none: there the args become the model's
-    configuration, and an iteration of 0 has no information, so neither is lost. `has_groups` says
+    config.json, if its family is known, and an iteration of 0 has no information. `has_groups` says
     that the optimizer's groups are entries of the target's state dict.
     """
     source_state = source.catalogue.metadata.get("common")
@@ -196,6 +207,8 @@ def account_for_common(
             continue  # the first rank's; every rank's object is listed
         if written is not None and key in written:
             (moved if written[key] is value else derived).append(name)
+        elif written is None and key == "args" and (reason := _lost_args(source, target)):
+            dropped.append(DroppedItem(name=name, reason=reason, is_lost=target != "safetensors"))
         elif written is None and (key in recoverable or (key == "iteration" and value == 0)):
             derived.append(name)
         else:

@@ -24,9 +24,10 @@ import megtool
 from megtool.access.checkpoint import open_checkpoint
 from megtool.convert.families.detection import family
 from megtool.digests.crc32c import SIDECAR
-from megtool.errors import MappingError
+from megtool.errors import CoverageError, MappingError
 from megtool.export.gguf import metadata_keys
 from megtool.export.gguf.write_file import export_gguf
+from megtool.export.trtllm_legacy import write_checkpoint
 from megtool.export.trtllm_legacy.write_checkpoint import export_trtllm_legacy
 from megtool.inference.load import load
 from megtool.model.batch import Batch
@@ -265,6 +266,59 @@ def test_a_key_that_a_familys_table_forgets_is_noticed(
     source = save(tmp_path / "megatron", {"norm_epsilon": 1e-3} | changed)
     with pytest.raises(MappingError, match=field) as caught:
         reshard(source, tmp_path / "hf", name)
+    assert caught.value.id == "setting-lost"
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch_checkpointing", "zarr", "torch_dist", "megatron"])
+def test_every_format_with_a_config_json_is_read_back(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = family("llama")
+    kept = tuple(s for s in whole.config if getattr(s, "key", None) != "rms_norm_eps")
+    careless = replace(whole, config=kept)
+    source = save(tmp_path / "megatron", {"norm_epsilon": 1e-3})
+    megtool.reshard(source, tmp_path / "whole", to=to, family="llama", fsync=False)
+    config = next((tmp_path / "whole").rglob("hf/config.json"))
+    assert json.loads(config.read_text())["rms_norm_eps"] == 1e-3
+    monkeypatch.setattr(importlib.import_module("megtool.converters.llama"), "FAMILY", careless)
+    with pytest.raises(MappingError, match="norm_eps") as caught:
+        megtool.reshard(source, tmp_path / "out", to=to, family="llama", fsync=False)
+    assert caught.value.id == "setting-lost"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch_checkpointing", "safetensors"])
+def test_formats_without_args_say_so(to: str, tmp_path: Path) -> None:
+    """Without a family there is no config.json that could hold what the args say."""
+    source = save(tmp_path / "megatron", {"qk_l2_norm": True})
+    out = tmp_path / ("out.safetensors" if to == "safetensors" else "out")
+    report = megtool.reshard(source, out, to=to, fsync=False)
+    (dropped,) = [d for d in report.dropped if d.name == "common state: args"]
+    assert dropped.is_lost == (to != "safetensors")
+    if to != "safetensors":
+        assert "--family" in dropped.reason
+        with pytest.raises(CoverageError):
+            megtool.reshard(source, tmp_path / "strict", to=to, strict=True, fsync=False)
+
+
+def test_a_setting_that_a_tensorrt_llm_writer_forgets_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = write_checkpoint.build_config_json
+
+    def careless(*args: Any, **more: Any) -> Any:
+        config = json.loads(build(*args, **more))
+        return json.dumps({k: v for k, v in config.items() if k != "rotary_base"}).encode()
+
+    source = save(tmp_path / "megatron", {"rotary_base": 500000})
+    model, how = SourceOptions(family="llama"), ExecutionOptions()
+    layout = ParallelConfig()
+    export_trtllm_legacy(source, tmp_path / "whole", layout=layout, model=model, execution=how)
+    written = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert written["rotary_base"] == 500000
+    monkeypatch.setattr(write_checkpoint, "build_config_json", careless)
+    with pytest.raises(MappingError, match="rope_base") as caught:
+        export_trtllm_legacy(source, tmp_path / "out", layout=layout, model=model, execution=how)
     assert caught.value.id == "setting-lost"
 
 

@@ -81,6 +81,6 @@ def test_verify_compares_a_false_copy(tmp_path: Path) -> None:
     for other in (tied(tmp_path / "b", (3, 4), rows=90), tied(tmp_path / "c")):
         for pair in ((a, other), (other, a)):
             report = verify(*pair)
-            assert [(p.part, p.verdict) for p in report.parts][0] == ("tensors", "differs")
+            assert next((p.part, p.verdict) for p in report.parts) == ("tensors", "differs")
             assert [(d.tensor, d.kind) for d in report.differences] == [(HEAD, "values")]
     assert any(HEAD in note and "[90, 256]" in note for note in verify(a).notes)
