@@ -180,6 +180,19 @@ class ModelConfig:
         sizes = {name: numbers[layer] for name, numbers in self.layer_sizes.items()}
         return self.with_fields(layer_sizes={}, **sizes)
 
+    def by_layer(self) -> list[ModelConfig]:
+        """Return what `at_layer` returns of every layer; layers of the same sizes share one."""
+        if not self.layer_sizes:
+            return [self] * self.num_layers
+        first: dict[tuple[Any, ...], ModelConfig] = {}
+        out: list[ModelConfig] = []
+        for layer in range(self.num_layers):
+            sizes = tuple(numbers[layer] for numbers in self.layer_sizes.values())
+            if sizes not in first:
+                first[sizes] = self.at_layer(layer)
+            out.append(first[sizes])
+        return out
+
 
 PARTS: dict[str, type] = {
     name: kind

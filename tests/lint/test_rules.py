@@ -519,7 +519,7 @@ def test_ranks(made: Path, base: str, tp: int, engines: tuple[str, ...], rule: s
 def test_all_rules_are_tested() -> None:
     told = {r for r, *_ in BREAKS} | {r for r, *_ in SOFT}
     told |= {"divides", "tensor-parallel"}  # test_ranks
-    told |= {"mtp-copies"}  # test_mtp_copies.py
+    told |= {"mtp-copies"}  # test_model_rules.py
     assert told == {rule.id for rule in load_rules()} == CHECKS.keys()
 
 

@@ -49,12 +49,11 @@ def test_weights_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> N
     assert {n: a.tobytes() for n, a in stored_arrays(tmp_path / "back").items()} == wanted
 
 
-@pytest.mark.parametrize("to", ["safetensors", "dcp"])
 def test_nothing_is_lost_of_a_run_whose_weights_alone_are_wanted(
-    to: str, tmp_path: Path, materialize: Any
+    tmp_path: Path, materialize: Any
 ) -> None:
-    """Neither format holds an iteration, and random state belongs to the run."""
-    source, out = tmp_path / "in", tmp_path / ("out.safetensors" if to == "safetensors" else "out")
+    """The format holds no iteration, which only a run needs that goes on."""
+    source, out, to = tmp_path / "in", tmp_path / "out.safetensors", "safetensors"
     write(source, config(), ParallelConfig(), materialize)
     with raises(CoverageError, tensor="common state: iteration"):
         reshard(source, out, to=to, strict=True, fsync=False)

@@ -161,3 +161,12 @@ def test_facts_are_frozen() -> None:
     assert isinstance(CONFIG_FIELDS["num_heads"], FieldFacts)
     with pytest.raises(dataclasses.FrozenInstanceError):
         CONFIG_FIELDS["num_heads"].unit = "layers"  # type: ignore[misc]
+
+
+def test_layers_of_the_same_sizes_share_one_configuration() -> None:
+    config = ModelConfig.from_fields(**SIZES | {"num_layers": 4, "ffn_hidden_size": 48})
+    assert config.by_layer() == [config] * 4
+    layers = config.with_fields(layer_sizes={"ffn_hidden_size": (32, 48, 32, 48)}).by_layer()
+    assert [x.get("ffn_hidden_size") for x in layers] == [32, 48, 32, 48]
+    assert layers[0] is layers[2]
+    assert layers[1] == config.with_fields(layer_sizes={})

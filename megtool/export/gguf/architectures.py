@@ -101,7 +101,7 @@ def _temperature_keys(c: ModelConfig) -> dict[str, Any]:
 
 def _unequal_keys(c: ModelConfig) -> dict[str, Any]:
     """Sizes layer by layer, 0 where there is no attention or no MLP."""
-    layers = [c.at_layer(i) for i in range(c.num_layers)]
+    layers = c.by_layer()
 
     def of(name: str, having: frozenset[int]) -> list[int]:
         return [x.get(name) * (i in having) for i, x in enumerate(layers)]

@@ -63,7 +63,7 @@ def _mimo_keys(c: ModelConfig) -> dict[str, Any]:
     """Heads of keys and values by layer, which layers have a window, the multiplier of values."""
     layers = range(c.num_layers)
     return expert_keys(c) | {
-        "attention.head_count_kv": [c.at_layer(i).attention.num_kv_heads for i in layers],
+        "attention.head_count_kv": [x.attention.num_kv_heads for x in c.by_layer()],
         "attention.sliding_window_pattern": [c.window.has_window(i) for i in layers],
         "attention.value_scale": float(c.attention.attn_value_scale),
     }

@@ -110,7 +110,7 @@ _GEMMA_4: Table = (
 
 
 def _by_layer(c: ModelConfig, name: str) -> list[int]:
-    return [c.at_layer(i).get(name) for i in range(c.num_layers)]
+    return [layer.get(name) for layer in c.by_layer()]
 
 
 def _sizes_of(c: ModelConfig, name: str, *, with_window: bool) -> list[int]:
