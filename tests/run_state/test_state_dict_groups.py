@@ -55,7 +55,9 @@ def test_groups_come_back_in_every_format(
     for name, options in BACK.items():
         reshard(tmp_path / via, tmp_path / name, **known, **options)
         assert groups_of(tmp_path / name) == groups_of(saved), name
-        assert verify(tmp_path / name, saved).verdict == "equal"
+        # Neither format has a place for the iteration.
+        report = verify(tmp_path / name, saved)
+        assert {(d.part, d.tensor) for d in report.differences} == {("training state", "iteration")}
 
 
 def test_torch_reads_them_as_a_list(saved: Path, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def read_training_state(source: CheckpointSource) -> TrainingState:
         iteration = None  # a number that only the folder's name says is where it lies, no state
     if iteration is None and (stored := catalogue.objects.get("iteration")) is not None:
         iteration = scalar_value(read_object(catalogue, stored)) or None
-    if iteration is not None:
+    if iteration:  # 0 is that of a model that no run has trained, as a release has none
         out.entries["iteration"] = iteration
     args = saved_args(catalogue)
     if iteration or source.view.states:  # args of a release count no samples of a run
