@@ -86,11 +86,14 @@ def compare_training_state(
         FormatError: an object is damaged, or names something hostile.
     """
     x, y = read_training_state(a), read_training_state(b)
-    kinds = {_MEGATRON if c.format in _MEGATRON else c.format for c in (a.catalogue, b.catalogue)}
-    layouts = [
-        [args.get(name) for name in _RANKS] if (args := saved_args(c)) else None
+    args = [saved_args(c) for c in (a.catalogue, b.catalogue)]
+    kinds = {  # NeMo's saves are Megatron's without its args
+        (_MEGATRON, "args" in (c.metadata.get("common") or ()))
+        if c.format in _MEGATRON
+        else c.format
         for c in (a.catalogue, b.catalogue)
-    ]
+    }
+    layouts = [[known.get(name) for name in _RANKS] if known else None for known in args]
     outcome = _Outcome(
         x.path,
         y.path,
@@ -325,6 +328,7 @@ class _Outcome:
         has, lacks = (self.a, self.b) if is_in_a else (self.b, self.a)
         of_layout = name.startswith(_RANDOM) and not self.is_one_layout
         if self.is_one_kind and not of_layout:
+            self.compared.append(name)
             self.differ(name, f"{has} has it, and {lacks} does not", kind="missing")
             return
         reason = (
