@@ -26,6 +26,7 @@ from megtool.convert.language.mapping import Row, Table, Tower, first_gap, stack
 from megtool.convert.megatron import names as megatron_names
 from megtool.convert.megatron.sharding import shard
 from megtool.convert.whole_towers import check_towers
+from megtool.convert.wrapped_names import HEADLESS, are_of_head, without_wrappers
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
 from megtool.options.layout import ParallelConfig
@@ -134,12 +135,15 @@ def read_side(
     absent, flags = missing(out.canonical, model)
     if absent and not partial:
         table = _table(dialect, family, per_layer=megatron_names.is_per_layer(by_state.get("", {})))
-        place = first_gap(Binding(table, model).rows, model, absent[0], out.canonical)
+        binding = Binding(table, model)
+        place = first_gap(binding.rows, model, absent[0], out.canonical)
         raise MappingError(
             f"{_count(len(absent), 'tensor')} missing: {summarize(absent)}"
             + (f"; the first would be in {place[0]!r}" if place else ""),
             tensor=absent[0],
-            hint=_say_absent(absent, config),
+            hint=HEADLESS
+            if dialect == "hf" and are_of_head(absent, binding, out.canonical)
+            else _say_absent(absent, config),
             error_id="missing-tensors",
         )
     if family is not None and not partial:
@@ -240,7 +244,7 @@ def _read_states(
             table = form.table(table) if form and out.dialect == "megatron" else table
             bindings[per_layer] = Binding(table, model)
         if out.dialect in _STATE_DICTS:
-            tensors_of_state = _unwrapped(tensors_of_state, bindings[per_layer])
+            tensors_of_state = without_wrappers(tensors_of_state, bindings[per_layer])
         stored = {key: tensor.name for key, tensor in tensors_of_state.items()}
         reading = bindings[per_layer].read(
             [t if t.name == key else replace(t, name=key) for key, t in tensors_of_state.items()]
@@ -269,24 +273,6 @@ _STATE_DICTS = ("hf", "torchtitan")
 
 _SHIFTED = ("", megatron_names.MAIN)
 """Weights and their master weights are stored shifted (`mapping.Shifted`), moments are not."""
-
-
-def _unwrapped(tensors: Mapping[str, GlobalTensor], binding: Binding) -> Mapping[str, GlobalTensor]:
-    """The tensors without the names of wrappers, or of parts of a state dict that has several.
-
-    The shortest is taken off behind which the table knows a name: `model.`, `app.model.`,
-    `actor.module.`. Names that do not begin with it stay, so that the weights of a second model
-    are unknown, and not taken for those of the first.
-    """
-    for num_parts in range(_MAX_PARTS + 1):
-        wrappers = {".".join(n.split(".")[:num_parts]) for n in tensors if n.count(".") > num_parts}
-        for wrapper in sorted(f"{w}." if w else "" for w in wrappers):
-            if any(binding.knows(n[len(wrapper) :]) for n in tensors if n.startswith(wrapper)):
-                return {n.removeprefix(wrapper): t for n, t in tensors.items()}
-    return tensors
-
-
-_MAX_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

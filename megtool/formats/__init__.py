@@ -1,7 +1,7 @@
 """The checkpoint formats, and detection of the format of a path.
 
 From the top down: torch_checkpointing; deepspeed, gguf, megatron_legacy, safetensors, torch_dist,
-zarr; the files here.
+torch_file, zarr; the files here.
 """
 
 from __future__ import annotations
@@ -169,15 +169,28 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     ),
     CheckpointFormat(
         contents={
-            "hf": "Hugging Face folder: safetensors shards with an index, config, tokenizer and "
-            "other small files; optimizer state in `optimizer.safetensors` is read; quantized "
-            "folders (FP8 blocks, MXFP4, compressed-tensors, ModelOpt) are decoded",
+            "hf": "Hugging Face folder: safetensors or `pytorch_model.bin`, one or shards with an "
+            "index, config, tokenizer and other small files; optimizer state in "
+            "`optimizer.safetensors` is read; quantized folders (FP8 blocks, MXFP4, "
+            "compressed-tensors, ModelOpt, GPTQ, AWQ, auto-round, bitsandbytes, MLX) are decoded",
             "safetensors": "one `.safetensors` file",
         },
         module="megtool.formats.safetensors.reader",
-        description="a folder with config.json or *.safetensors, or one .safetensors file",
-        name_patterns=("config.json", "*.safetensors*"),
+        description="a folder with config.json, *.safetensors or pytorch_model.bin, or one "
+        ".safetensors file",
+        name_patterns=("config.json", "*.safetensors*", "pytorch_model*.bin*", "gptq_model*.bin"),
         is_file=True,
+    ),
+    CheckpointFormat(
+        contents={
+            "torch_file": "one file of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; also from "
+            "before torch 1.6) with a state dict, under any keys; no code of it runs, and "
+            "`--like FOLDER` says which model it is",
+        },
+        module="megtool.formats.torch_file.reader",
+        description="a file of torch.save",
+        is_file=True,
+        writable=False,
     ),
 )
 

@@ -1,7 +1,7 @@
 """Files of torch.save: locate the tensors of one, or plan one before its data is written.
 
 A `.pt` file is a zip container: a pickle that describes a tree, and one member for each storage of
-the tree's tensors.
+the tree's tensors. The form of before torch 1.6 is read, too (`torch_stream`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from megtool.errors import FormatError, UsageError
 from megtool.pickles import reader as pickle_reader
 from megtool.pickles.reader import Inert, PersistentRef, inert_global
 from megtool.pickles.rewrite import encode_payloads
+from megtool.pickles.storage_stream import STREAM_MAGIC
+from megtool.pickles.torch_stream import TorchStream
 from megtool.pickles.writer import encode
 from megtool.pickles.zip_reader import ZipArchive
 from megtool.pickles.zip_tensor import StorageView, locate_view
@@ -65,16 +67,23 @@ class StorageBudget:
 
 
 class TorchFile:
-    """A `.pt` file open for reading. `tree` is inert; `global_names` are the globals it names."""
+    """A `.pt` file open for reading. `tree` is inert; `global_names` are the globals it names.
 
-    def __init__(self, fd: int, size: int, *, file: Path) -> None:
+    With `is_old` it is in the form of before torch 1.6, which is no zip container.
+    """
+
+    def __init__(self, fd: int, size: int, *, file: Path, is_old: bool = False) -> None:
         self.file = file
-        self._archive = ZipArchive(fd, 0, size, file=file)
+        self._archive: ZipArchive | TorchStream = (
+            TorchStream(fd, size, file=file) if is_old else ZipArchive(fd, 0, size, file=file)
+        )
         self._archive.prefetch()
         self.global_names: set[str] = set()
         self.tree = pickle_reader.decode(
             self._archive.read_pickle(), file=file, global_names=self.global_names
         )
+        if isinstance(self._archive, TorchStream):
+            self._archive.place_storages(self.tree)
         self._first: dict[str, tuple[int, int]] = {}
         self._small: dict[str, bytes] = {}
 
@@ -110,9 +119,12 @@ class TorchFile:
 
 
 def _storage(node: PersistentRef) -> str | None:
-    """The storage key of a reference: `("storage", class, key, device, numel)`."""
+    """The storage key of a reference: `("storage", class, key, device, numel)`.
+
+    The form of before torch 1.6 has a sixth part, a view, which is None.
+    """
     pid = node.id
-    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+    if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
         return None
     plain = pickle_reader.is_global(pid[1]) and isinstance(pid[3], str) and type(pid[4]) is int
     return pid[2] if plain and isinstance(pid[2], str) else None
@@ -125,8 +137,8 @@ def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
     A `FormatError` without a hint inside the `with` gets a hint about damage.
 
     Raises:
-        FormatError: the file is truncated, not written by torch.save, or written before torch 1.6,
-            or its pickle is damaged or hostile.
+        FormatError: the file is truncated or not written by torch.save, or its pickle is damaged or
+            hostile.
         StorageError: a system call failed.
     """
     files = Files()
@@ -134,10 +146,11 @@ def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
     try:
         start = bytearray(min(size, 512))
         files.pread_into(fd, memoryview(start), 0)
-        if not start.startswith(_ZIP):
+        is_old = start.startswith(STREAM_MAGIC)
+        if not is_old and not start.startswith(_ZIP):
             raise _not_a_zip(bytes(start), path)
         try:
-            yield TorchFile(fd, size, file=path)
+            yield TorchFile(fd, size, file=path, is_old=is_old)
         except FormatError as e:
             if e.hint:
                 raise
@@ -151,9 +164,17 @@ def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
 def _not_a_zip(start: bytes, path: Path) -> FormatError:
     if not start:
         return FormatError("the file is empty", file=path, hint=_DAMAGED_HINT)
-    if start[:1] == b"\x80" or start[_TAR_AT : _TAR_AT + 5] == b"ustar":
+    if start[:1] == b"\x80":
         return FormatError(
-            "it was written in the format of torch before version 1.6", file=path, hint=_OLD_HINT
+            "it is a pickle that torch.save has not written", file=path, hint=_OLD_HINT
+        )
+    if start[_TAR_AT : _TAR_AT + 5] == b"ustar":
+        return FormatError(
+            "it is a tar archive, which torch wrote before version 0.2", file=path, hint=_OLD_HINT
+        )
+    if start[8:9] == b"{":
+        return FormatError(
+            "it looks like a safetensors file", file=path, hint="rename it to NAME.safetensors"
         )
     return FormatError(
         f"begins with {start[:4]!r}, which torch.save never writes", file=path, hint=_DAMAGED_HINT

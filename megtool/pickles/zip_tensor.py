@@ -9,6 +9,7 @@ from typing import Any
 from megtool.dtypes import DType, dtype, from_storage
 from megtool.errors import FormatError
 from megtool.pickles import reader as pickle_reader
+from megtool.pickles.torch_stream import TorchStream
 from megtool.pickles.zip_reader import ZipArchive
 from megtool.tensors.box import strides as row_major
 
@@ -166,7 +167,7 @@ def locate_tensor_item(
     )
 
 
-def locate_view(archive: ZipArchive, view: StorageView, *, tensor: str) -> int:
+def locate_view(archive: ZipArchive | TorchStream, view: StorageView, *, tensor: str) -> int:
     """Absolute offset of a view's first element, after checking that it fits its storage."""
     offset, size = archive.locate(f"data/{view.storage}")
     if size != view.storage_bytes or view.span_bytes > size:

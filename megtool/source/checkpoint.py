@@ -17,6 +17,7 @@ from megtool.errors import FormatError, MappingError, MissingPackageError
 from megtool.formats import HF_SUBFOLDER_FORMATS
 from megtool.formats.auxiliary_files import find_auxiliary_files
 from megtool.formats.safetensors.quantization_config import (
+    METHOD_FILES,
     QUANT_FILE,
     QUANT_KEYS,
     TRANSFORMS_KEY,
@@ -321,7 +322,7 @@ def _without_quantization(
 
     Of rotations they have what `rotation` says.
     """
-    out = {name: data for name, data in files.items() if name != QUANT_FILE}
+    out = {name: data for name, data in files.items() if name not in (QUANT_FILE, *METHOD_FILES)}
     if "config.json" not in out:
         return out
     try:

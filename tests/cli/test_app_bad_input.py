@@ -102,12 +102,12 @@ def test_no_checkpoint(desk: Desk, what: str) -> None:
     assert told.hint
 
 
-def test_pytorch_bin_files_are_explained(desk: Desk) -> None:
+def test_safetensors_under_another_name_are_explained(desk: Desk) -> None:
     (desk.hf / "model.safetensors").rename(desk.hf / "pytorch_model.bin")
     told = desk.refused("--to=torch_dist")
     assert told.status == 3
     assert "pytorch_model.bin" in told.error
-    assert "save_pretrained" in told.hint
+    assert "safetensors" in told.hint
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("unsloth_version", "init_device", "_commit_hash", "language_model_type"),
     ),
     "tensors, and how they are stored, say it": (
-        *("compression_config", "quantization_config", "expert_dtype", "pretraining_dtype"),
+        *("compression_config", "quantization", "quantization_config", "expert_dtype"),
+        "pretraining_dtype",
     ),
     "it is a token that texts begin, end or are filled up with": (
         *("bos_token_id", "bos_token", "cls_token_id", "decoder_start_token_id", "eod_token_id"),

@@ -22,7 +22,7 @@ from megtool.export.hf.read_quantized import (
 )
 from megtool.export.small_tensors import SmallTensorReader, reciprocal
 from megtool.formats.safetensors.quantization_config import quantization_config
-from megtool.formats.safetensors.quantized import find_packed_weights
+from megtool.formats.safetensors.quantized import DECODED_METHODS, find_packed_weights
 from megtool.formats.safetensors.quantized_parts import PackedWeight, PartFinder
 from megtool.formats.safetensors.reader import open_as_stored
 from megtool.number_formats.decode import COLUMNS, LOW_RANK, LOW_RANK_UP, SCALE, SCALE_2
@@ -234,7 +234,9 @@ class _RoundingReader:
         self.fp8_scales: dict[str, float] = {}
         self.int4_scales: dict[str, float] = {}
         self.read: Callable[[PackedWeight], InputRounding | None] = self._read_fp8
-        if is_modelopt(config):
+        if str(config.get("quant_method", "")).lower() in DECODED_METHODS:
+            self.read = self._read_weight_only
+        elif is_modelopt(config):
             self._config = read_modelopt.read_quant_config(catalogue)
             self.read = self._read_modelopt
         elif is_compressed(config):
@@ -243,6 +245,14 @@ class _RoundingReader:
             self.read = self._read_compressed
         else:
             self._block = config.get("weight_block_size")
+
+    def _read_weight_only(self, packed: PackedWeight) -> InputRounding | None:
+        if packed.packing.startswith("int8rows"):
+            raise QuantizedWeight(packed=packed, finder=self._finder).error(
+                "LLM.int8 rounds all inputs but the largest, which is not computed here",
+                hint=DEQUANTIZE_HINT,
+            )
+        return None
 
     def _read_modelopt(self, packed: PackedWeight) -> InputRounding | None:
         module = read_modelopt.read_module(QuantizedWeight.of(packed, self._finder), self._config)

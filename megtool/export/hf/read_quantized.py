@@ -14,7 +14,7 @@ from megtool.export.hf import read_compressed, read_fp8_blocks, read_modelopt
 from megtool.export.hf.infer_format import QuantizedWeight, is_zero
 from megtool.export.quantized_module import QuantizedModule, QuantizedModules
 from megtool.formats.safetensors.quantization_config import quantization_config
-from megtool.formats.safetensors.quantized import find_packed_weights
+from megtool.formats.safetensors.quantized import DECODED_METHODS, find_packed_weights
 from megtool.formats.safetensors.reader import open_as_stored
 from megtool.tensors.catalogue import Catalogue
 
@@ -42,9 +42,10 @@ def read_quantized_modules(path: Path) -> QuantizedModules:
             file=catalogue.root,
             hint="quantize it first (megtool quantize), or export it with --to hf",
         )
-    if str(config.get("quant_method", "")).lower() == "quark":
+    method = str(config.get("quant_method", "")).lower()
+    if method in ("quark", *DECODED_METHODS):
         raise FormatError(
-            "a folder of Quark's keeps its codes in no other form yet",
+            f"a folder of {method} keeps its codes in no other form yet",
             file=catalogue.root,
             hint="--to hf decodes it, and megtool quantize encodes it for another engine",
             error_id="unsupported-quantization",

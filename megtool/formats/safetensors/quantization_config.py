@@ -8,8 +8,11 @@ from typing import Any
 QUANT_FILE = "hf_quant_config.json"
 """Where ModelOpt describes the quantization, in addition to (or instead of) config.json."""
 
-QUANT_KEYS = ("quantization_config", "compression_config")
-"""The keys of config.json that describe the quantization."""
+QUANT_KEYS = ("quantization_config", "compression_config", "quantization")
+"""The keys of config.json that describe the quantization; the last is MLX's."""
+
+METHOD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files in which AutoGPTQ and AutoAWQ described the quantization before config.json had it."""
 
 TRANSFORMS_KEY = "transform_config"
 """The key of a quantization config that describes rotations, in the form of compressed-tensors.
@@ -28,16 +31,23 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         for key in QUANT_KEYS:
             section = candidate.get(key)
             if isinstance(section, dict):
-                return section
+                return _with_method(section)
     modelopt_config = metadata.get("hf_quant_config")
     if isinstance(modelopt_config, dict) and isinstance(modelopt_config.get("quantization"), dict):
         return {"quant_method": "modelopt", **modelopt_config["quantization"]}
-    return None
+    described = metadata.get("method_config")
+    return described if isinstance(described, dict) else None
+
+
+def _with_method(section: dict[str, Any]) -> dict[str, Any]:
+    """The section with a `quant_method`: MLX's has none, and says group size and bits."""
+    is_mlx = "quant_method" not in section and {"group_size", "bits"} <= section.keys()
+    return {"quant_method": "mlx", **section} if is_mlx else section
 
 
 def without_quantization(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of the same folder if it were not quantized. Rotations stay."""
-    out = {k: v for k, v in metadata.items() if k != "hf_quant_config"}
+    out = {k: v for k, v in metadata.items() if k not in ("hf_quant_config", "method_config")}
     transforms = transform_config(metadata)
     config = out.get("config")
     if isinstance(config, dict):

@@ -1,8 +1,10 @@
 """Quantized Hugging Face folders: codes and scales as the tensors they represent.
 
 Supported values of `quant_method` in config.json: `fp8` (DeepSeek, and others with blocks of 128 x
-128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors`, `quark` (AMD's, of FP8, INT8 and MXFP4)
-and `modelopt` (also if only `hf_quant_config.json` declares it). A weight and its scales become one
+128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors`, `quark` (AMD's FP8, INT8 and MXFP4),
+`modelopt` (also if only `hf_quant_config.json` declares it), `gptq` and `awq` (also if only
+`quantize_config.json` or `quant_config.json` does), `auto-round`, `bitsandbytes`, and MLX's affine
+mode. A weight and its scales become one
 tensor under its plain name, of the dtype in the config, with a `packing`; scales of activations and
 of the KV cache are ignored.
 """
@@ -19,6 +21,7 @@ import numpy as np
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError, listed
 from megtool.formats.header_reader import short_repr
+from megtool.formats.safetensors.bitsandbytes_weights import find_bitsandbytes
 from megtool.formats.safetensors.quantization_config import (
     online_transforms,
     quantization_config,
@@ -36,6 +39,12 @@ from megtool.formats.safetensors.quantized_parts import (
     find_transposed_blocks,
     find_word_codes,
 )
+from megtool.formats.safetensors.word_weights import (
+    find_awq,
+    find_gptq,
+    find_mlx,
+    packed_form,
+)
 from megtool.tensors.box import Boxes
 from megtool.tensors.catalogue import Catalogue, Extents, IgnoredTensor, StoredPart
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
@@ -49,6 +58,10 @@ _WHY_SECOND = "scale of a second quantization: not needed for decoded weights"
 _ORPHANS = re.compile(
     r"weight_(?:scale(?:_inv|_2)?|packed|global_scale|zero_point|shape|g_idx)$"
     r"|_scale_inv$|_proj_(?:weight_scale(?:_2)?|scales)$"
+)
+_PART_ORPHANS = re.compile(
+    r"(?:^|\.)(?:qweight|qzeros|scales|biases|g_idx|SCB)$"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$"
 )
 _SCALES = re.compile(r"_(?:scale(?:_inv|_2)?|scales|blocks|packed|global_scale|zero_point|shape)$")
 
@@ -84,11 +97,13 @@ def find_packed_weights(
     method = str(config.get("quant_method", "")).lower()
     finder = next((f for name, f in _FINDERS if re.fullmatch(name, method)), None)
     if finder is None:
+        finder = _word_finder(config, method, catalogue)
+    if finder is None:
         raise FormatError(
             f"quantized by {short_repr(config.get('quant_method'))}, which is not decoded",
             file=catalogue.root,
-            hint="known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt, quark; "
-            + AS_STORED_HINT,
+            hint="known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt, quark, gptq, awq, "
+            f"auto-round, bitsandbytes, MLX (affine); {AS_STORED_HINT}",
             error_id="unsupported-quantization",
         )
     sparsity = config.get("sparsity_config")
@@ -113,10 +128,11 @@ def find_packed_weights(
     for t in catalogue.tensors:
         if t.name not in stored.used and (weight := finder(stored, t)) is not None:
             weights.append(weight)
+    takes_parts = method in DECODED_METHODS
     used_names = stored.used | {f.codes for f in weights}
     for t in catalogue.tensors:
         if t.name not in used_names and not _ACTIVATIONS.search(t.name):
-            _check_not_orphan(catalogue, t)
+            _check_not_orphan(catalogue, t, _PART_ORPHANS if takes_parts else _ORPHANS)
     return weights, stored
 
 
@@ -219,9 +235,30 @@ def _check_quark(catalogue: Catalogue, config: Mapping[str, Any]) -> None:
                 )
 
 
+def _word_finder(
+    config: Mapping[str, Any], method: str, catalogue: Catalogue
+) -> Callable[[PartFinder, GlobalTensor], PackedWeight | None] | None:
+    """How weights of GPTQ, AWQ, auto-round and MLX are found; None for another method."""
+    if method == "mlx":
+        return lambda stored, t: find_mlx(stored, t, config)
+    if method not in WORD_METHODS:
+        return None
+    form = packed_form(config, catalogue.root)
+    if form == "awq":
+        return find_awq
+    return lambda stored, t: find_gptq(stored, t, form)
+
+
+WORD_METHODS = ("gptq", "awq", "auto-round", "intel/auto-round")
+"""Methods whose weights are integers in words `NAME.qweight`."""
+
+DECODED_METHODS = (*WORD_METHODS, "mlx", "bitsandbytes")
+"""Methods whose codes are decoded, and kept in no other form."""
+
 _FINDERS: tuple[tuple[str, Callable[[PartFinder, GlobalTensor], PackedWeight | None]], ...] = (
     ("fp8|fbgemm_fp8", _float8),
     ("mxfp4", _gpt_oss),
+    ("bitsandbytes", find_bitsandbytes),
     ("quark", _quark),
     ("compressed-tensors|compressed_tensors", _compressed),
     ("modelopt(?:_fp4|_mixed|_fp8|_mxfp8)?", _modelopt),
@@ -281,10 +318,10 @@ def _locate_parts(catalogue: Catalogue, f: PackedWeight) -> list[StoredPart]:
     ]
 
 
-def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor) -> None:
+def _check_not_orphan(catalogue: Catalogue, t: GlobalTensor, orphans: re.Pattern[str]) -> None:
     """Refuse a scale without its weight, or whose weight holds no codes: nothing can be decoded."""
     is_sibling = t.name.endswith(".scale") and t.dtype.name == "float8_e8m0fnu"
-    if is_sibling or _ORPHANS.search(t.name):
+    if is_sibling or orphans.search(t.name):
         text = "belongs to a quantized weight that is missing"
         weight = f"{t.name.rpartition('.')[0]}.weight"
         if weight in catalogue.index:

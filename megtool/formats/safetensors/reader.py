@@ -1,4 +1,7 @@
-"""Hugging Face folders of safetensors (`hf`) and bare `.safetensors` files (`safetensors`)."""
+"""Hugging Face folders (`hf`) and bare `.safetensors` files (`safetensors`).
+
+A folder has safetensors, or the `pytorch_model.bin` of earlier releases (`torch_weights`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.digests.embedded import METADATA_KEY, check_reserved, reserve_digests
-from megtool.errors import DestinationError, FormatError, UsageError
+from megtool.errors import DestinationError, FormatError, UsageError, listed
 from megtool.formats.auxiliary_files import find_auxiliary_files
 from megtool.formats.header_reader import (
     DAMAGED,
@@ -34,8 +37,18 @@ from megtool.formats.safetensors.header import (
     read_header,
 )
 from megtool.formats.safetensors.mistral_params import PARAMS, config_from_params
-from megtool.formats.safetensors.quantization_config import QUANT_FILE, quantization_config
+from megtool.formats.safetensors.quantization_config import (
+    METHOD_FILES,
+    QUANT_FILE,
+    quantization_config,
+)
 from megtool.formats.safetensors.saved_parts import PARTS_KEY, read_saved_parts
+from megtool.formats.safetensors.torch_weights import (
+    TORCH_INDEX,
+    find_torch_weights,
+    is_torch_weights,
+)
+from megtool.formats.state_dict_file import make_catalogue, read_state_dict_file
 from megtool.process.threads import map_in_threads
 from megtool.storage.files import Files
 from megtool.storage.location.path import choose_by_latency
@@ -55,10 +68,11 @@ _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def detect(path: Path) -> bool:
-    """Whether this is a safetensors file, a folder of them, or a folder with a config.json."""
+    """Whether this is a safetensors file or an index, or a folder with a config.json or weights."""
     if path.is_dir():
-        return any(n == "config.json" or _MARK in n for n in list_names(path))
-    if not path.is_file() or path.name.endswith((_MARK, f"{_MARK}.index.json")):
+        names = list_names(path)
+        return any(n == "config.json" or _MARK in n or is_torch_weights(n) for n in names)
+    if not path.is_file() or path.name.endswith((_MARK, f"{_MARK}.index.json", TORCH_INDEX)):
         return path.is_file()
     head = read_start(path, 9)
     return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
@@ -80,7 +94,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             file=path,
             hint="leave out --iteration",
         )
-    if path.name.endswith(f"{_MARK}.index.json"):
+    if path.name.endswith((f"{_MARK}.index.json", TORCH_INDEX)):
         return _as_represented(_open_folder(path.parent, index=path))
     return _as_represented(_open_folder(path)) if path.is_dir() else _open_file(path)
 
@@ -103,7 +117,7 @@ def open_as_stored(path: Path) -> Catalogue:
     """
     if path.is_dir():
         return _open_folder(path)
-    if path.name.endswith(f"{_MARK}.index.json"):
+    if path.name.endswith((f"{_MARK}.index.json", TORCH_INDEX)):
         return _open_folder(path.parent, index=path)
     return _open_file(path)
 
@@ -121,6 +135,8 @@ def _open_file(path: Path) -> Catalogue:
 def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     present = list_names(folder, _MARK)
     refuse_trtllm_legacy(folder, present)
+    if index.name.endswith(TORCH_INDEX) if index else not _has_weights(present):
+        return _open_torch_weights(folder, index)
     index = index or _find_index(folder, present)
     weight_map, metadata = _read_index(index) if index else (None, {})
     warnings: list[str] = []
@@ -130,6 +146,10 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         names = _find_shards(folder, present)
     if OPTIMIZER in present and OPTIMIZER not in names:
         names = [*names, OPTIMIZER]
+    if beside := [n for n in list_names(folder, ".bin") if is_torch_weights(n)]:
+        warnings.append(
+            f"{listed(beside)}: not read, because safetensors come first, as in from_pretrained"
+        )
     for name in [n for n in present if n not in names]:
         warnings.append(f"{name} is skipped: {index.name if index else SINGLE} does not name it")
     for name in names:
@@ -141,19 +161,10 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         threads=choose_by_latency(folder, 1, _THREADS),
     )
     if weight_map is not None and index is not None:
-        listed = [n for n in names if n in set(weight_map.values())]
-        _check_index(index, weight_map, listed, headers[: len(listed)])
-    if (folder / "config.json").exists():
-        check_inside(folder, "config.json")
-        metadata["config"] = _read_json(folder / "config.json")
-    elif (folder / PARAMS).exists():
-        check_inside(folder, PARAMS)
-        config = config_from_params(_read_json(folder / PARAMS), folder / PARAMS)
-        if config is not None:
-            metadata["config"] = config
-    if (folder / QUANT_FILE).exists():
-        check_inside(folder, QUANT_FILE)
-        metadata["hf_quant_config"] = _read_json(folder / QUANT_FILE)
+        indexed = [n for n in names if n in set(weight_map.values())]
+        held = [{e.name for e in h.entries} for h in headers[: len(indexed)]]
+        _check_index(index, weight_map, indexed, held)
+    metadata |= _read_settings(folder)
     metadata["header"] = headers[0].metadata
     attachments = find_auxiliary_files(folder, warnings)
     if "config" in metadata and "config.json" not in attachments:
@@ -165,6 +176,65 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
             f"the index declares {total} bytes of tensors, the files hold {out.num_bytes}"
         )
     return out
+
+
+def _has_weights(present: Sequence[str]) -> bool:
+    return any(name != OPTIMIZER for name in present)
+
+
+def _open_torch_weights(folder: Path, index: Path | None) -> Catalogue:
+    """The catalogue of a folder with `pytorch_model.bin`."""
+    weights = find_torch_weights(folder, index)
+    if weights is None:
+        raise _no_weights(folder)
+    weight_map, metadata = _read_index(weights.index) if weights.index else (None, {})
+    names = weights.names if weight_map is None else sorted(set(weight_map.values()))
+    for name in names:
+        check_inside(folder, name)
+    parts = map_in_threads(
+        lambda name: read_state_dict_file(folder, name),
+        names,
+        threads=choose_by_latency(folder, 1, _THREADS),
+    )
+    if weight_map is not None and weights.index is not None:
+        held = [p.tensors.keys() | p.copies.keys() for p in parts]
+        _check_index(weights.index, weight_map, names, held)
+    warnings = [
+        f"{name} is skipped: {weights.index.name if weights.index else names[0]} does not name it"
+        for name in weights.all_names
+        if name not in names
+    ]
+    attachments = find_auxiliary_files(folder, warnings)
+    metadata |= {**_read_settings(folder), "header": {}}
+    return make_catalogue(
+        "hf",
+        folder,
+        parts,
+        metadata=metadata,
+        auxiliary_files=attachments,
+        warnings=warnings,
+    )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """The settings beside the weights, by their key in a catalogue's metadata."""
+    metadata: dict[str, Any] = {}
+    if (folder / "config.json").exists():
+        check_inside(folder, "config.json")
+        metadata["config"] = _read_json(folder / "config.json")
+    elif (folder / PARAMS).exists():
+        check_inside(folder, PARAMS)
+        config = config_from_params(_read_json(folder / PARAMS), folder / PARAMS)
+        if config is not None:
+            metadata["config"] = config
+    if (folder / QUANT_FILE).exists():
+        check_inside(folder, QUANT_FILE)
+        metadata["hf_quant_config"] = _read_json(folder / QUANT_FILE)
+    for name, method in METHOD_FILES.items():
+        if (folder / name).exists():
+            check_inside(folder, name)
+            metadata["method_config"] = {"quant_method": method, **_read_json(folder / name)}
+    return metadata
 
 
 def _catalogue(
@@ -275,13 +345,11 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _check_index(
-    index: Path, weight_map: dict[str, str], names: list[str], headers: list[SafetensorsHeader]
+    index: Path, weight_map: dict[str, str], names: list[str], held: Sequence[Collection[str]]
 ) -> None:
-    """Check that index and headers agree, in both directions."""
+    """Check that an index and the names that files hold agree, in both directions."""
     hint = "shard files are swapped, stale or from another checkpoint"
-    names_by_file = {
-        name: {e.name for e in h.entries} for name, h in zip(names, headers, strict=True)
-    }
+    names_by_file = {name: set(tensors) for name, tensors in zip(names, held, strict=True)}
     for tensor, name in weight_map.items():
         if tensor not in names_by_file[name]:
             holders = [n for n, h in names_by_file.items() if tensor in h]
@@ -306,22 +374,7 @@ def _find_shards(folder: Path, present: list[str]) -> list[str]:
     if SINGLE in present:
         return [SINGLE]
     if not present:
-        other_files = list_names(folder, ".bin") + list_names(folder, ".gguf")
-        hint = "is the download complete?"
-        if other_files and other_files[0].endswith(".bin"):
-            hint = (
-                "convert it once: transformers' from_pretrained, then save_pretrained, "
-                "writes safetensors"
-            )
-        elif other_files:
-            hint = f"name the file: {folder / other_files[0]}"
-        raise FormatError(
-            "there is no .safetensors file here"
-            + (f", only {other_files[0]!r}" if other_files else ""),
-            file=folder,
-            hint=hint,
-            error_id="not-a-checkpoint",
-        )
+        raise _no_weights(folder)
     for match in filter(None, map(_NUMBERED.fullmatch, present)):
         stem, count = match[1], int(match[3])
         missing = [
@@ -337,6 +390,20 @@ def _find_shards(folder: Path, present: list[str]) -> list[str]:
                 error_id="missing-shard",
             )
     return present
+
+
+def _no_weights(folder: Path) -> FormatError:
+    other_files = list_names(folder, ".bin", ".pt", ".pth", ".ckpt") + list_names(folder, ".gguf")
+    hint = "is the download complete?"
+    if other_files:
+        hint = f"name the file: {folder / other_files[0]}"
+    return FormatError(
+        "there is no .safetensors file here"
+        + (f", only {other_files[0]!r}" if other_files else ""),
+        file=folder,
+        hint=hint,
+        error_id="not-a-checkpoint",
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from megtool.formats.megatron_legacy.reader import plan_megatron_legacy_layout
 from megtool.pickles.torch_file import StorageBudget
 from megtool.pickles.zip_writer import write_archive
 from megtool.reshard.foreign_objects import find_foreign_objects
+from megtool.storage.files import Files
+from megtool.transport.reading.reader import CheckpointReader
 from tests.support.checkpoints import rank_folders as saved
 from tests.support.errors import raises
 
@@ -132,11 +134,18 @@ def test_files_from_before_torch_1_6(tmp_path: Path) -> None:
     folder.mkdir()
     file = tmp_path / FILE
     torch.save(saved.rank_state(), file, _use_new_zipfile_serialization=False)
-    assert "torch.save(torch.load" in refused(tmp_path, "before version 1.6").hint
+    opened = open_checkpoint(tmp_path)
+    with CheckpointReader(opened, Files()) as reader:
+        names = [t.name for t in opened.tensors]
+        old = {n: reader.open_stored(n).read().tobytes() for n in names}
+    torch.save(saved.rank_state(), file)
+    opened = open_checkpoint(tmp_path)
+    with CheckpointReader(opened, Files()) as reader:
+        assert old == {n: reader.open_stored(n).read().tobytes() for n in names}
     (tmp_path / "x").write_bytes(file.read_bytes())
     with tarfile.open(file, "w") as tar:
         tar.add(tmp_path / "x", "storages")
-    refused(tmp_path, "before version 1.6")
+    assert "torch.save(torch.load" in refused(tmp_path, "before version 0.2").hint
     file.write_bytes(b"hello")
     refused(tmp_path, "begins with b'hell', which torch.save never writes")
 

@@ -291,7 +291,7 @@ def test_one_name_in_two_shards_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("pytorch_model.bin", "save_pretrained"), ("m.gguf", "name the file"), (None, "complete")],
+    [("weights.pth", "name the file"), ("m.gguf", "name the file"), (None, "complete")],
 )
 def test_folders_without_safetensors(tmp_path, name, hint):
     (tmp_path / "config.json").write_text("{}")

@@ -1,0 +1,1 @@
+"""Single files of `torch.save`."""
