@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError
-from megtool.formats.safetensors.quantization_config import QUANT_FILE, QUANT_KEYS
+from megtool.formats.safetensors.quantization_config import (
+    QUANT_FILE,
+    QUANT_KEYS,
+    with_method,
+)
 from megtool.formats.safetensors.reader import INDEX, open_checkpoint, refuse_trtllm_legacy
 from megtool.number_formats.small_floats import single
 from megtool.storage.files import Files, read_file
@@ -93,7 +97,7 @@ class FolderView:
         """The quantization_config of config.json."""
         for key in QUANT_KEYS:
             if isinstance(value := (self.config or {}).get(key), dict):
-                return value
+                return with_method(value)
         return None
 
     @property

@@ -84,9 +84,11 @@ class TorchStream:
                 error_id="truncated-file" if offset > self._size else None,
             )
         if is_object(self._fd):
-            _FILES.prefetch_open(self._fd, [(at, at + _COUNT_BYTES) for at, _, _ in counts])
-        for at, numel, key in counts:
-            stored = int.from_bytes(self._read(at, _COUNT_BYTES), "little")
+            _FILES.prefetch_open(
+                self._fd, [(start, start + _COUNT_BYTES) for start, _, _ in counts]
+            )
+        for start, numel, key in counts:
+            stored = int.from_bytes(self._read(start, _COUNT_BYTES), "little")
             if stored != numel:
                 raise self._error(f"storage {key!r} has {stored} elements, and {numel} are used")
 

@@ -1,4 +1,4 @@
-"""Quantized folders that other tools wrote, against what those tools read (`build.py`)."""
+"""Quantized folders that other tools wrote, against what those tools read."""
 
 from __future__ import annotations
 

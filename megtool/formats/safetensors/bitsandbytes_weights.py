@@ -102,6 +102,8 @@ def _four_bits(stored: PartFinder, t: GlobalTensor, state: GlobalTensor) -> Pack
             hint="load it with transformers, call dequantize() and save it;",
             error_id="unsupported-quantization",
         )
+    scale_shape: tuple[int, ...]
+    spans: tuple[PartSpan, ...]
     if columns % block == 0:
         scale_shape, spans = (rows, columns // block), (PartSpan(0), PartSpan(1, block))
     else:

@@ -31,7 +31,7 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         for key in QUANT_KEYS:
             section = candidate.get(key)
             if isinstance(section, dict):
-                return _with_method(section)
+                return with_method(section)
     modelopt_config = metadata.get("hf_quant_config")
     if isinstance(modelopt_config, dict) and isinstance(modelopt_config.get("quantization"), dict):
         return {"quant_method": "modelopt", **modelopt_config["quantization"]}
@@ -39,8 +39,8 @@ def quantization_config(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     return described if isinstance(described, dict) else None
 
 
-def _with_method(section: dict[str, Any]) -> dict[str, Any]:
-    """The section with a `quant_method`: MLX's has none, and says group size and bits."""
+def with_method(section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section with a `quant_method`: MLX's has none, and says group size and bits."""
     is_mlx = "quant_method" not in section and {"group_size", "bits"} <= section.keys()
     return {"quant_method": "mlx", **section} if is_mlx else section
 

@@ -146,9 +146,9 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         names = _find_shards(folder, present)
     if OPTIMIZER in present and OPTIMIZER not in names:
         names = [*names, OPTIMIZER]
-    if beside := [n for n in list_names(folder, ".bin") if is_torch_weights(n)]:
+    if torch_names := [n for n in list_names(folder, ".bin") if is_torch_weights(n)]:
         warnings.append(
-            f"{listed(beside)}: not read, because safetensors come first, as in from_pretrained"
+            f"{listed(torch_names)}: not read: safetensors come first, as in from_pretrained"
         )
     for name in [n for n in present if n not in names]:
         warnings.append(f"{name} is skipped: {index.name if index else SINGLE} does not name it")
@@ -162,8 +162,8 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     )
     if weight_map is not None and index is not None:
         indexed = [n for n in names if n in set(weight_map.values())]
-        held = [{e.name for e in h.entries} for h in headers[: len(indexed)]]
-        _check_index(index, weight_map, indexed, held)
+        tensor_names = [{e.name for e in h.entries} for h in headers[: len(indexed)]]
+        _check_index(index, weight_map, indexed, tensor_names)
     metadata |= _read_settings(folder)
     metadata["header"] = headers[0].metadata
     attachments = find_auxiliary_files(folder, warnings)
@@ -197,8 +197,8 @@ def _open_torch_weights(folder: Path, index: Path | None) -> Catalogue:
         threads=choose_by_latency(folder, 1, _THREADS),
     )
     if weight_map is not None and weights.index is not None:
-        held = [p.tensors.keys() | p.copies.keys() for p in parts]
-        _check_index(weights.index, weight_map, names, held)
+        tensor_names = [p.tensors.keys() | p.copies.keys() for p in parts]
+        _check_index(weights.index, weight_map, names, tensor_names)
     warnings = [
         f"{name} is skipped: {weights.index.name if weights.index else names[0]} does not name it"
         for name in weights.all_names
@@ -345,11 +345,14 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _check_index(
-    index: Path, weight_map: dict[str, str], names: list[str], held: Sequence[Collection[str]]
+    index: Path,
+    weight_map: dict[str, str],
+    names: list[str],
+    tensor_names: Sequence[Collection[str]],
 ) -> None:
     """Check that an index and the names that files hold agree, in both directions."""
     hint = "shard files are swapped, stale or from another checkpoint"
-    names_by_file = {name: set(tensors) for name, tensors in zip(names, held, strict=True)}
+    names_by_file = {name: set(tensors) for name, tensors in zip(names, tensor_names, strict=True)}
     for tensor, name in weight_map.items():
         if tensor not in names_by_file[name]:
             holders = [n for n, h in names_by_file.items() if tensor in h]

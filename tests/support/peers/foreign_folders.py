@@ -1,6 +1,8 @@
-"""Build the folders of `folders/` with the tools that people use, and record what they read.
+"""Build the folders of `tests/foreign/` with the tools that people use, and record what they read.
 
-    python tests/foreign/build.py TOOL...      with TOOL of bitsandbytes, mlx, gptqmodel, auto-round
+    python tests/support/peers/foreign_folders.py TOOL...
+
+Tools are bitsandbytes, mlx, gptqmodel and auto-round.
 
 Each folder has the files that a tool wrote, and `truth.json`: the tool's version, and of a weight
 the dtype and the SHA-256 of the bytes of what the same tool decodes. Recorded on a CPU with Python
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-FOLDERS = Path(__file__).parent / "folders"
+FOLDERS = Path(__file__).parents[2] / "foreign/folders"
 KEPT = ("config.json", "model.safetensors", "quantize_config.json", "truth.json")
 VOCABULARY = 64
 
