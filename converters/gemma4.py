@@ -71,7 +71,7 @@ FAMILY = Family(
         Key("hidden_size", "hidden_size"),
         Key("intermediate_size", "ffn_hidden_size"),
         Key("num_attention_heads", "num_heads"),
-        Window(default=512, every=6),
+        Window(default=512, every=6, full_last=True),
         GlobalHeads(),
         Key("vocab_size", "vocab_size"),
         Key("max_position_embeddings", "max_positions", 131072),

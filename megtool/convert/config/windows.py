@@ -21,7 +21,8 @@ class Window(Setting):
     family has `first_key`) those from a number on, or (`until_key`) every other one below it; the
     number is `number` where the key is absent. `switch` is a key that has to be true; with
     `needs_switch` no layer may have a window where it is not. Layer 0 is the first that attends to
-    all with `full_first`, and with `both_sides`, where the key counts the tokens of both. With
+    all with `full_first`, and with `both_sides`, where the key counts the tokens of both; the last
+    layer does with `full_last`, whatever layer_types says. With
     `in_still_layers` those without rotary embedding have one where the switch is true, which counts
     without layer_types alone. Only configurations of the model types `types` have the keys, if
     there are any: what has a window is written as one of them, with `architectures`. Where layers
@@ -41,6 +42,7 @@ class Window(Setting):
     first_key: str | None = None
     both_sides: bool = False
     full_first: bool = False
+    full_last: bool = False
     until_key: str | None = None
     number: int = 28
     needs_switch: bool = False
@@ -89,6 +91,8 @@ class Window(Setting):
             flags = tuple(into.get("no_rope_layers") or (0,) * layers)
         elif self.first_key or self.until_key:
             flags = self._numbered(stored, layers)
+        if self.full_last:
+            flags = (*flags[:-1], 0)
         into["window_size"] = size if any(flags) else 0
         into["window_skip_freq"] = skip_freq(flags) if into["window_size"] else None
         return ()

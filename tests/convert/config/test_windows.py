@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 from megtool.convert.families.detection import family
+from megtool.convert.families.read_back import find_lost_in_class
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
 
@@ -50,6 +52,23 @@ def test_windows_of_layers_that_do_not_turn(switch: bool, kinds: list[str] | Non
     keys = {"use_sliding_window": switch, "sliding_window": 8, "layer_types": kinds}
     made = transformers.SmolLM3Config(**SIZES, **keys)
     assert windowed(read("smollm3", **keys)) == [k == SLIDING for k in made.layer_types]
+
+
+@pytest.mark.parametrize("layers", [5, 6])
+@pytest.mark.parametrize("kinds", [None, [FULL, SLIDING], [SLIDING]])
+def test_the_last_layer_of_gemma4_sees_all(layers: int, kinds: list[str] | None) -> None:
+    """Whatever `layer_types` says; nothing can be written of a model in which it has a window."""
+    keys = {"sliding_window": 8, "head_dim": 16, "global_head_dim": 16}
+    keys |= {"num_hidden_layers": layers, "hidden_size_per_layer_input": 0}
+    listed = {} if kinds is None else {"layer_types": (kinds * layers)[:layers]}
+    made = transformers.Gemma4TextConfig(**SIZES | keys, **copy.deepcopy(listed))
+    config = read("gemma4", **keys, **listed)
+    assert windowed(config) == [k == SLIDING for k in made.layer_types]
+    assert windowed(config)[-1] is False
+    changed = config.with_fields(window_skip_freq=(0, *(1,) * (layers - 1)), extra={})
+    written = family("gemma4").write_config(changed)
+    lost = find_lost_in_class(changed, family("gemma4"), written)
+    assert [s.field for s in lost] == ["window_skip_freq"]
 
 
 def test_a_window_is_mistrals_alone() -> None:
