@@ -33,6 +33,7 @@ FAMILY = Family(
         "bidirectional": True,
         "masked_head": True,
         "head_dense_bias": True,
+        "head_activation": "gelu",
         "head_bias": True,
         "gated": False,
         "qkv_bias": True,

@@ -101,6 +101,7 @@ _MATTERS: tuple[tuple[Callable[[ModelConfig], object], tuple[str, ...]], ...] = 
     (_has_mlp, ("ffn_hidden_size",)),
     (lambda c: c.mlp.gated, ("activation_limit", "glu_offset", "mlp_gate_scale", "mlp_out_scale")),
     (layer_sets.mamba_layers, _fields_of("mamba")),
+    (lambda c: c.mamba.mamba_norm, ("mamba_norm_eps", "mamba_norm_first")),
     (lambda c: layer_sets.delta_layers(c) | layer_sets.kda_layers(c), _fields_of("delta")),
     (layer_sets.conv_layers, _fields_of("short_conv")),
     (lambda c: c.latent.kv_lora_rank, ("qk_nope_head_dim", "qk_rope_head_dim")),
@@ -146,7 +147,7 @@ _MATTERS: tuple[tuple[Callable[[ModelConfig], object], tuple[str, ...]], ...] = 
     (lambda c: c.norms.post_norms, ("norms_after_add",)),
     (lambda c: c.norms.qk_norm, ("qk_norm_of", "qk_norm_rotated")),
     (lambda c: c.residual.hyper_streams, ("hyper_iterations", "hyper_eps")),
-    (lambda c: c.head.masked_head, ("head_dense_bias",)),
+    (lambda c: c.head.masked_head, ("head_dense_bias", "head_activation")),
     (lambda c: c.head.num_labels, ("score_dense", "score_bias")),
     (lambda c: not c.head.num_labels, ("tied_embeddings", "head_bias")),
     (lambda c: False, ("mtp_hidden_first", "mtp_window", "mtp_kind")),
@@ -226,6 +227,11 @@ _LEAST_EPS = 1e-5
 """Epsilons up to this one differ by no more than rounding beside the size of latents."""
 
 
+def _head_activation(config: ModelConfig) -> str:
+    name = config.head.head_activation or config.mlp.activation
+    return _SAME_ACTIVATION.get(name, name)
+
+
 def _latent_eps(config: ModelConfig) -> float:
     return max(config.latent.latent_norm_eps or config.norms.norm_eps, _LEAST_EPS)
 
@@ -249,11 +255,13 @@ def _flagged(flags: tuple[int, ...] | None, config: ModelConfig) -> frozenset[in
 
 _MEANINGS: dict[str, Callable[[ModelConfig], Any]] = {
     "activation": lambda c: _SAME_ACTIVATION.get(c.mlp.activation, c.mlp.activation),
+    "head_activation": _head_activation,
     "layer_kinds": _branches,
     "moe_layer_freq": layer_sets.moe_layers,
     "v_head_dim": lambda c: c.attention.value_size,
     "softmax_scale": _score_scale,
     "latent_norm_eps": _latent_eps,
+    "mamba_norm_eps": lambda c: c.mamba.mamba_norm_eps or c.norms.norm_eps,
     "chunk_layers": _chunked_layers,
     "router_normalized": _normalizes,
     "tied_values": lambda c: _flagged(c.attention.tied_values, c),

@@ -25,6 +25,10 @@ class MambaPart:
     """Taps of the convolution before the recurrence; Megatron's has 4."""
     mamba_norm: bool = fact("flag", True, hf="mamba_rms_norm", megatron="rmsnorm")
     """The output is normalized."""
+    mamba_norm_eps: float = fact(
+        "number", 0.0, hf=None, megatron=None, from_family=False, limits="not negative"
+    )
+    """Added in this norm; 0: `norm_eps`, as in the other norms. Megatron's is always 1e-5."""
     mamba_norm_first: bool = fact("flag", False, hf="mamba_norm_before_gate", megatron=None)
     """The output is normalized before its gate, not after."""
     mamba_in_scales: tuple[float, ...] | None = fact(

@@ -50,7 +50,9 @@ class HeadPart:
     )
     """A cap c bends logits x to `c * tanh(x / c)`; 0: no cap."""
     masked_head: bool = fact("flag", False, hf=None, megatron=None)
-    """A linear layer, the activation and a norm come before the output layer."""
+    """A linear layer, an activation and a norm come before the output layer."""
+    head_activation: str = fact("name", "", hf="classifier_activation", megatron=None)
+    """This activation; empty: that of MLPs."""
     head_dense_bias: bool = fact("flag", False, hf="classifier_bias", megatron=None)
     """This linear layer has a bias."""
     head_bias: bool = fact("flag", False, hf="lm_head_bias", megatron=None)

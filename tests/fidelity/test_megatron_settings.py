@@ -44,6 +44,7 @@ _YARN: dict[str, Any] = {
     "yarn_mscale_all_dim": None,
     "yarn_correction_range_round_to_int": True,
 }
+_ROPE = {"position_embedding_type": "rope"}
 _SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 _SIGMOID = {"moe_router_score_function": "sigmoid"}
 
@@ -67,6 +68,12 @@ FAST: dict[str, list[dict[str, Any]]] = {
     ],
     "mla": [{"rotary_percent": 0.5}, {"rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}],
     "mla_yarn": [{}, {"mscale": 0.7}],
+    "hybrid": [
+        {},
+        {"layernorm_epsilon": 1e-2},
+        _ROPE | {"rotary_seq_len_interpolation_factor": 4.0},
+        {"qk_l2_norm": True},
+    ],
 }
 """Settings that are carried, by the base that they perturb."""
 
@@ -172,6 +179,50 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"rotary_percent": 0.5},
         {"max_position_embeddings": 48, "seq_length": 48},
     ],
+    "hybrid": [
+        {"mamba_num_heads": None},
+        {"mamba_num_groups": 1},
+        {"mamba_state_dim": 8},
+        {"mamba_head_dim": 4},
+        {"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.3, "hybrid_mlp_ratio": 0.3},
+        _ROPE,
+        _ROPE | {"rotary_percent": 0.5},
+        _ROPE | {"rotary_base": 500},
+        _ROPE | {"use_rope_scaling": True},
+        _ROPE | {"no_rope_freq": [0, 1, 0, 0, 0, 0, 0]},
+        {"position_embedding_type": "learned_absolute"},
+        {"position_embedding_type": "mrope"},
+        _YARN,
+        {"rotary_interleaved": True},
+        {"window_size": [15, 0]},
+        {"window_size": [15, 0], "window_attn_skip_freq": 2},
+        {"window_size": [15, 0], "window_attn_skip_freq": [0, 1, 0, 0, 0, 0, 0]},
+        {"softmax_scale": 0.1},
+        {"softmax_type": "off-by-one"},
+        {"softmax_type": "learnable"},
+        {"attention_output_gate": True},
+        {"apply_residual_connection_post_layernorm": True},
+        {"layernorm_zero_centered_gamma": True},
+        {"layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-2},
+        {"normalization": "LayerNorm"},
+        {"swiglu": False},
+        {"swiglu": False, "squared_relu": True},
+        _GATED,
+        {"activation_func_clamp_value": 0.5},
+        {"glu_linear_offset": 1.0},
+        {"add_bias_linear": True},
+        {"add_qkv_bias": True},
+        {"untie_embeddings_and_output_weights": False},
+        {"group_query_attention": False},
+        {"kv_channels": 16},
+        {"moe_router_topk": 3},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+        _SIGMOID | {"moe_router_enable_expert_bias": True},
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
+        {"moe_layer_freq": 2},
+        {"use_mamba_mem_eff_path": True},
+    ],
 }
 """More of them."""
 
@@ -192,6 +243,8 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("moe", "moe_input_jitter_eps", {"moe_input_jitter_eps": 0.3}),
     ("moe", "moe_router_force_load_balancing", {"moe_router_force_load_balancing": True}),
     ("mla", "position_embedding_type", {"position_embedding_type": "learned_absolute"}),
+    ("hybrid", "rotary_interleaved", _ROPE | {"rotary_interleaved": True}),
+    ("hybrid", "moe_expert_capacity_factor", {"moe_expert_capacity_factor": 0.5}),
 ]
 """Settings that move the peer's logits and are refused, by the base and the name refused."""
 

@@ -77,6 +77,14 @@ def test_a_key_that_the_class_ignores_acts_on_nothing(
     assert [v.kind for v in found] == ["follows", "ignored"]
 
 
+def test_a_masked_head_has_the_activation_of_its_class(tmp_path: Path) -> None:
+    """RoBERTa's is GELU, whatever MLPs have."""
+    pair = pair_of("roberta")
+    stored = {**pair.stored, "hidden_act": "relu"}
+    found = judge(pair, [Change("hidden_act", "relu", stored)], tmp_path / "model")
+    assert [v.kind for v in found] == ["follows", "follows"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", pair_names())
 def test_every_value_of_every_setting(name: str, tmp_path: Path) -> None:

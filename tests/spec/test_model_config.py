@@ -69,7 +69,7 @@ def test_what_a_family_completes_is_what_args_do_not_say() -> None:
             n for n, f in CONFIG_FIELDS.items() if f.from_family and (f.megatron is None) is holds
         }
 
-    assert len(named(True)) == 48
+    assert len(named(True)) == 49
     assert named(False) == {
         "activation_limit",
         "embedding_scale",
@@ -83,7 +83,7 @@ def test_what_a_family_completes_is_what_args_do_not_say() -> None:
     }  # Megatron has args for these, which are silent in most checkpoints
     without = {n for n, f in CONFIG_FIELDS.items() if f.megatron is None and not f.from_family}
     of_labels = {"num_labels", "score_bias", "score_dense"}
-    others = {"extra", "latent_norm_eps", "mamba_conv_kernel", "router_bias"}
+    others = {"extra", "latent_norm_eps", "mamba_conv_kernel", "mamba_norm_eps", "router_bias"}
     assert without == others | of_labels
 
 

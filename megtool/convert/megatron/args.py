@@ -17,6 +17,7 @@ from megtool.convert.megatron.activation_args import (
     activation_fields,
     lost_activation,
 )
+from megtool.convert.megatron.hybrid_pattern import pattern_of
 from megtool.convert.megatron.mixer_args import mixer_args, mixer_fields
 from megtool.convert.megatron.names import padded_multiple
 from megtool.convert.megatron.parallel_args import layout_args
@@ -346,10 +347,12 @@ def _scale_args(config: ModelConfig) -> dict[str, Any]:
 
 
 def _norm_fields(args: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether queries and keys that do not turn are normalized, too, as Megatron does."""
+    """Return whether queries and keys are normalized without weights, and those that do not turn,
+    too, as Megatron does; attention of hybrid models has no such norm."""
     without = fields.get("no_rope_layers")
     stands = fields.get("position_embedding") != "rope" or bool(without and any(without))
-    return {"qk_l2_norm_unrotated": bool(args.get("qk_l2_norm")) and stands}
+    has_norm = bool(args.get("qk_l2_norm")) and pattern_of(args) is None
+    return {"qk_l2_norm": has_norm, "qk_l2_norm_unrotated": has_norm and stands}
 
 
 def _softmax_type(config: ModelConfig) -> str:
@@ -398,7 +401,6 @@ def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         "attn_zero_sinks": get("softmax_type", "vanilla") == "off-by-one",
         "activation_limit": float(get("activation_func_clamp_value", 0.0)),
         "glu_offset": float(get("glu_linear_offset", 0.0)),
-        "qk_l2_norm": bool(get("qk_l2_norm", False)),
         "router_scales_input": bool(get("moe_apply_probs_on_input", False)),
         "router_fp32": get("moe_router_dtype", None) is not None,
         "num_mtp_layers": min(mtp, 1) if get("mtp_use_repeated_layer", False) else mtp,

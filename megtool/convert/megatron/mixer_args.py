@@ -63,6 +63,8 @@ _MAMBA_SIZES = (
     ("mamba_state_dim", "mamba_state_dim", 128),
     ("mamba_num_groups", "mamba_num_groups", 8),
 )
+# Of the norm in a mixer, whatever the args say of the other norms (ssm/mamba_mixer.py).
+_MAMBA_EPS = 1e-5
 _DELTA_SIZES = (
     ("linear_num_key_heads", "linear_num_key_heads", 16),
     ("linear_num_value_heads", "linear_num_value_heads", 32),
@@ -117,6 +119,7 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         kinds = set("".join(symbols))
     if MAMBA in kinds:
         out["mamba_norm"] = args.get("rmsnorm") is not False
+        out["mamba_norm_eps"] = _MAMBA_EPS
         out |= {f: int(args.get(name) or default) for f, name, default in _MAMBA_SIZES}
         if not out["mamba_num_heads"]:  # as Megatron computes it
             out["mamba_num_heads"] = 2 * int(args["hidden_size"]) // out["mamba_head_dim"]

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.convert.config.keys import num_layers
-from megtool.convert.megatron.hybrid_pattern import pattern_of
+from megtool.convert.megatron.hybrid_pattern import PATTERN, pattern_of
+from megtool.spec import layer_sets
 from megtool.spec.model_config import ModelConfig
 
 POSITION_TYPES = {
@@ -56,16 +57,25 @@ def position_kind(args: Mapping[str, Any]) -> str:
             "use_rotary_position_embeddings"
         )
         declared = "learned_absolute" if is_learned else "rope"
-    if declared in ("yarn", "mrope") or args.get("multi_latent_attention"):
+    if args.get("multi_latent_attention"):
         return "rope"
+    if declared in ("yarn", "mrope"):
+        return "rope" if _rotates(declared, args) else "none"
     return next((ours for ours, name in POSITION_TYPES.items() if name == declared), str(declared))
+
+
+def _rotates(kind: str, args: Mapping[str, Any]) -> bool:
+    """Return whether the class has this kind of rotation, and not none: HybridModel knows no
+    `mrope`, and MambaModel, as it was called under the older names of a pattern, no YaRN either."""
+    return pattern_of(args) is None or (kind == "yarn" and bool(args.get(PATTERN)))
 
 
 def rotary_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of rotary embedding that args say.
 
     Megatron's classes look at some args alone: YaRN turns whole heads and knows no interpolation,
-    `mrope` and hybrid models know no scaling of Llama 3's.
+    `mrope` and hybrid models know no scaling of Llama 3's, and Megatron-LM builds the latter
+    without interpolation (Megatron-Bridge, which has another name for it, with).
     """
     out: dict[str, Any] = {
         "rotary_percent": float(_known(args, "rotary_percent", 1.0)),
@@ -79,8 +89,9 @@ def rotary_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         return out | _latent_rotation(args) | {"no_rope_layers": None}
     if kind == "yarn":
         return out | {"rotary_percent": 1.0, "rope_scaling": _yarn(args, "yarn_")}
-    factor = interpolation(args)
-    if is_llama3(args) and kind != "mrope" and pattern_of(args) is None:
+    is_hybrid = pattern_of(args) is not None
+    factor = interpolation({**args, INTERPOLATION[0]: None} if is_hybrid else args)
+    if is_llama3(args) and kind != "mrope" and not is_hybrid:
         scale = float(_known(args, "rope_scaling_factor", 8.0))
         out["rope_scaling"] = {"rope_type": "llama3", "factor": scale, **LLAMA3}
     elif factor is not None:
@@ -159,6 +170,8 @@ def lost_scaling(config: ModelConfig) -> str | None:
             numbers = ", ".join(f"{k}={v}" for k, v in other.items())
             return f"rotary scaling of type 'llama3' with {numbers}: Megatron fixes these numbers"
         return None
+    if kind == "linear" and layer_sets.mamba_layers(config):
+        return "rotary scaling of type 'linear': Megatron-LM builds hybrid models without it"
     if kind in ("yarn", "linear"):
         return None
     return f"rotary scaling of type {kind!r} has to be set by hand in Megatron"

@@ -15,6 +15,7 @@ from megtool.convert.config.compressed import COMPRESSED_ATTENTION
 from megtool.convert.megatron.activation_args import other_function
 from megtool.convert.megatron.arg_table import NO_EFFECT, READ
 from megtool.convert.megatron.arg_values import plain_value
+from megtool.convert.megatron.hybrid_pattern import pattern_of
 from megtool.convert.megatron.rotary_args import INTERPOLATION, interpolation, is_llama3
 from megtool.errors import MappingError
 
@@ -48,6 +49,11 @@ def _has_experts(args: Mapping[str, Any]) -> bool:
 
 def _is_latent(args: Mapping[str, Any]) -> bool:
     return bool(args.get("multi_latent_attention"))
+
+
+def _is_rotated_hybrid(args: Mapping[str, Any]) -> bool:
+    is_rotated = args.get("position_embedding_type") == "rope" and not _is_latent(args)
+    return is_rotated and pattern_of(args) is not None
 
 
 def _is_legacy(args: Mapping[str, Any]) -> bool:
@@ -174,6 +180,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         name="rotary_interleaved",
         effect="latent attention turns elements in another order",
         matters=lambda v, args: bool(v) and _is_latent(args),
+    ),
+    Unsupported(
+        name="rotary_interleaved",
+        effect="hybrid models turn pairs of elements by angles that are laid out for halves",
+        matters=lambda v, args: bool(v) and _is_rotated_hybrid(args),
     ),
     Unsupported(
         name="position_embedding_type",

@@ -111,7 +111,7 @@ class MambaMixer(nn.Module):
             self.norm = GatedNorm(
                 inner,
                 self.num_groups,
-                config.norms.norm_eps,
+                config.mamba.mamba_norm_eps or config.norms.norm_eps,
                 norm_first=config.mamba.mamba_norm_first,
                 dtype=dtype,
                 device=device,

@@ -110,7 +110,7 @@ class Embedding(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """What a model that predicts masked tokens has before its output layer: a linear layer, the
+    """What a model that predicts masked tokens has before its output layer: a linear layer, an
     activation and a norm, which every rank has whole.
     """
 
@@ -123,7 +123,8 @@ class MaskedHead(nn.Module):
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
-        self.activation, hidden = config.mlp.activation, config.hidden_size
+        self.activation = config.head.head_activation or config.mlp.activation
+        hidden = config.hidden_size
         self.dense = nn.Linear(
             hidden, hidden, bias=config.head.head_dense_bias, dtype=dtype, device=device
         )

@@ -4,6 +4,7 @@
 
 CASES is a JSON file with a list of `{"name", "base", "args"}`. Each model is built from args by the
 rules of Megatron-LM 0.16.1 (`core_transformer_config_from_args` and its builders), of local layers,
+as a GPTModel or, where args have a layer pattern, a MambaModel,
 and all have the same weights where names and shapes agree. FOLDER gets a save folder of rank files
 for each case, and `logits.pt`: logits by name, or the text of the error that building it raised.
 """
@@ -26,6 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mamba_layers import build_mamba, stub_kernels
 
 VOCAB, LENGTH, ROWS = 64, 48, 2
 PARSER: dict[str, Any] = {
@@ -148,6 +153,19 @@ BASES: dict[str, dict[str, Any]] = {
         "group_query_attention": False,
         "rotary_scaling_factor": 4.0,
     },
+    "hybrid": {
+        "num_layers": 7,
+        "hybrid_override_pattern": "M*-ME*-",
+        "is_hybrid_model": True,
+        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+        "position_embedding_type": "none",
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 16,
+        "mamba_num_groups": 2,
+    },
 }
 
 
@@ -185,7 +203,9 @@ def tokens() -> torch.Tensor:
 
 
 def build(args: dict[str, Any]) -> Any:
-    """A GPTModel of local layers."""
+    """A GPTModel or a MambaModel of local layers."""
+    if args["is_hybrid_model"]:
+        return build_mamba(make_config(args), args).eval()
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -301,13 +321,17 @@ def save(folder: Path, model: Any, args: dict[str, Any]) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
     state = {k: v for k, v in model.state_dict().items() if torch.is_tensor(v)}
     if args["layernorm_zero_centered_gamma"]:
-        state = {k: v - 1 if "norm" in k and k.endswith("weight") else v for k, v in state.items()}
+        centred = {
+            k for k in state if k.endswith("norm.weight") and not k.endswith("mixer.norm.weight")
+        }
+        state = {k: v - 1 if k in centred else v for k, v in state.items()}
     top = {"model": state, "args": argparse.Namespace(**args), "iteration": 1}
     torch.save(top | {"checkpoint_version": 3.0}, into / "model_optim_rng.pt")
 
 
 def _pretend() -> None:
     """Be the only rank of a world, on a CPU in the place of a GPU."""
+    stub_kernels()
     cpu = torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: cpu
