@@ -22,6 +22,8 @@ from megtool.errors import MissingPackageError
 # A tile holds a whole row; longer ones are torch's.
 LONGEST_ROW = 65536
 _TILE = 4096
+# The GPU that tiles are for where there is none: the interpreter, and compilation for other GPUs.
+CAPABILITY_ELSEWHERE = 90
 
 _SHARED = "megtool.kernels.recurrence.chunked_triton"  # functions for kernels of other files
 
@@ -153,6 +155,16 @@ def tile(row_size: int, *, elements: int = _TILE) -> dict[str, int]:
 def warps(elements: int) -> int:
     """The number of warps for a tile: 16 elements a thread, within 1 to 16 warps."""
     return min(16, max(1, power(elements // 512)))
+
+
+def has_wide_products(device: torch.device) -> bool:
+    """Whether matrix products of 64 rows keep a factor outside registers (Hopper, sm_100, sm_103).
+
+    Elsewhere every thread has its share of both, and tiles are smaller.
+    """
+    if device.type != "cuda":
+        return CAPABILITY_ELSEWHERE // 10 in (9, 10)
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache

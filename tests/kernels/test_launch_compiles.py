@@ -21,7 +21,6 @@ from tests.support.emulated.compile_for_gpu import (
 )
 from tests.support.emulated.kernel_cases import cases
 
-UNFIT = {"Mamba-2", "gated delta rule"}  # their backward kernels need more than these GPUs have
 pytestmark = pytest.mark.skipif(not launch.is_installed(), reason="no Triton")
 
 
@@ -46,11 +45,11 @@ def test_a_case_calls_every_kernel() -> None:
 
 def test_kernels_compile_for_two_gpus(checkout: Path, tmp_path: Path) -> None:
     """The one with the least shared memory, and the one with tensor memory."""
-    _, results, said = compile_in_a_process(checkout, tmp_path, "--fast")
-    assert not [x for x in results if x["problem"] and x["operation"] not in UNFIT], said
+    status, results, said = compile_in_a_process(checkout, tmp_path, "--fast")
+    assert not [x for x in results if x["problem"]]
+    assert not status, said
     assert {x["kernel"] for x in results} == listed_kernels()
     assert {x["arch"] for x in results} == set(FAST_ARCHS)
-    results = [x for x in results if not x["problem"]]
     assert all(0 < x["registers"] <= 255 for x in results)
     assert any(x["shared_bytes"] for x in results)
 
@@ -58,8 +57,9 @@ def test_kernels_compile_for_two_gpus(checkout: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kernels_compile_for_all_gpus(checkout: Path, tmp_path: Path) -> None:
     more = [x for arch in SHARED_BYTES for x in ("--arch", str(arch))]
-    _, results, said = compile_in_a_process(checkout, tmp_path, "--fast", *more)
-    assert not [x for x in results if x["problem"] and x["operation"] not in UNFIT], said
+    status, results, said = compile_in_a_process(checkout, tmp_path, "--fast", *more)
+    assert not [x for x in results if x["problem"]]
+    assert not status, said
     assert {x["arch"] for x in results} == set(SHARED_BYTES)
 
 

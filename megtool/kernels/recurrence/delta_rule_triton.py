@@ -1,7 +1,12 @@
-"""Triton kernels of the gated delta rule: a program goes through the chunks of one value head.
+"""Triton kernels of the gated delta rule: all chunks at once, and a scan over their states.
 
-The columns of a value have nothing to do with each other, so that heads whose states are too large
-are cut into parts, each a program of its own. See `delta_rule._Chunks` for the formulas.
+Forward, the system of each chunk is inverted (`_prepare`), which turns what its tokens add one by
+one into a product with the state that the chunk begins with; `_scan` takes states through chunks,
+and `_outputs` reads them. These are the steps of the WY form of the delta rule (Yang et al., arXiv
+2406.06484 and 2412.06464). See `delta_rule._Chunks` for the formulas.
+
+Queries and keys are multiplied as they are stored. The factors that make their length 1 scale rows
+and columns of products.
 """
 
 from __future__ import annotations
@@ -12,24 +17,35 @@ import torch
 from torch import Tensor
 
 from megtool.kernels.launch import cdiv, launch, power
+from megtool.kernels.recurrence import delta_rule_gradients_triton
 from megtool.kernels.recurrence.chunked_triton import (
-    CHUNK,
-    chunk_decays,
+    block,
+    column_sums,
+    decay_across,
+    decays_between,
+    decays_since,
+    decays_until,
+    dot_sizes,
+    dot_type,
+    load_block,
     load_column,
     load_rows,
-    num_cuts,
-    store_column,
+    load_runs,
+    product,
+    store_block,
     store_rows,
 )
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+CHUNK = 64  # tokens of a chunk in 16 bits; half as many in fp32, whose tiles are twice as large
+_STATE = 64 * 128  # elements of a part of a state that a program keeps
+
 
 def fits(key_BSKD: Tensor, value_BSNP: Tensor) -> bool:
-    """Whether a program can keep a state, and multiplies in fp32."""
-    cuts = num_cuts(value_BSNP.shape[3], key_BSKD.shape[3])
-    return cuts > 0 and value_BSNP.dtype != torch.float64
+    """Whether tiles of keys fit, in a dtype that is computed in fp32."""
+    return key_BSKD.shape[3] <= 256 and value_BSNP.dtype != torch.float64
 
 
 def gated_delta_rule(
@@ -42,99 +58,93 @@ def gated_delta_rule(
     runs_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `delta_rule.gated_delta_rule`."""
-    (b, s, n, p), d = value_BSNP.shape, key_BSKD.shape[3]
-    cuts = num_cuts(p, d)
-    if cuts > 1:
-        decay_BSN, beta_BSN = (x.repeat_interleave(cuts, 2) for x in (decay_BSN, beta_BSN))
-        if state_BNDP is not None:
-            parts = state_BNDP.reshape(b, n, d, cuts, p // cuts)
-            state_BNDP = parts.transpose(2, 3).flatten(1, 2)
-    out, last = _rule(
-        query_BSKD,
-        key_BSKD,
-        value_BSNP.reshape(b, s, n * cuts, p // cuts),
-        decay_BSN,
-        beta_BSN,
-        state_BNDP,
-        runs_BS,
-    )
-    last = last.view(b, n, cuts, d, p // cuts).transpose(2, 3).reshape(b, n, d, p)
-    return out.view(value_BSNP.shape), last
-
-
-def _rule(*values: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = (query_BSKD, key_BSKD, value_BSNP, decay_BSN, beta_BSN, state_BNDP, runs_BS)
     out: tuple[Tensor, Tensor] = _Rule.apply(*values)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Rule(torch.autograd.Function):
-    """It keeps its inputs, and of every chunk the state before it and the inverse of its system."""
+    """It keeps its inputs, and of every chunk the state before it, the inverse of its system, and
+    what its tokens add."""
 
     @staticmethod
     def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor]:
         *given, state, runs = values
-        tensors = [t.contiguous() for t in given]
+        query, key, value, decay, beta = (t.contiguous() for t in given)
         runs = None if runs is None else runs.contiguous()
-        key, value = tensors[1], tensors[2]
         (rows, tokens, heads, size), key_size = value.shape, key.shape[3]
-        numbers = {"dtype": torch.float32, "device": value.device}
-        chunks = cdiv(tokens, CHUNK)
-        out = torch.empty_like(value)
-        last = torch.empty(rows, heads, key_size, size, **numbers)
-        begins = torch.empty(rows, heads, chunks, key_size, size, **numbers)
-        inverses = torch.empty(rows, heads, chunks, CHUNK, CHUNK, **numbers)
+        sizes = chunk_sizes(key, value)
+        chunk = sizes["CHUNK"]
+        chunks = cdiv(tokens, chunk)
+        numbers = {"dtype": dot_type(value.dtype), "device": value.device}
+        sums = column_sums(decay, chunk)
+        lengths = (inverse_lengths(query, key_size**-0.5), inverse_lengths(key, 1.0))
+        flags = {"RUNS": runs is not None, **sizes}
+        given_runs = value if runs is None else runs
+        inverses = torch.empty(rows, heads, chunks, chunk, chunk, **numbers)
+        reads = torch.empty(rows, tokens, heads, key_size, **numbers)
+        changes = torch.empty(rows, tokens, heads, size, **numbers)
+        extents = chunk_extents(key, value)
+        columns = (lengths[1], sums, beta, given_runs)
         launch(
-            _forward,
-            rows * heads,
+            _prepare,
+            rows * heads * chunks,
             value.device,
-            *tensors,
-            value if state is None else state.float().contiguous(),
-            value if runs is None else runs,
-            out,
+            key,
+            value,
+            *columns,
             inverses,
+            reads,
+            changes,
+            *extents,
+            **{**flags, "BLOCK_D": block(key_size, 64)},
+        )
+        last = torch.empty(rows, heads, key_size, size, dtype=torch.float32, device=value.device)
+        begins = torch.empty(rows, heads, chunks, key_size, size, **numbers)
+        launch(
+            _scan,
+            rows * heads * cdiv(size, sizes["BLOCK_P"]),
+            value.device,
+            key,
+            *columns,
+            reads,
+            changes,
+            value if state is None else state.float().contiguous(),
             begins,
             last,
-            *_extents(key, value),
+            *extents,
             STATE=state is not None,
-            RUNS=runs is not None,
-            **_sizes(key, value),
+            **flags,
         )
-        ctx.save_for_backward(*tensors, runs, inverses, begins)
+        del reads
+        out = torch.empty_like(value)
+        launch(
+            _outputs,
+            rows * heads * chunks * cdiv(size, block(size, 64)),
+            value.device,
+            query,
+            key,
+            *lengths,
+            sums,
+            given_runs,
+            changes,
+            begins,
+            out,
+            *extents,
+            **{**flags, "BLOCK_D": block(key_size, 64), "BLOCK_P": block(size, 64)},
+        )
+        saved = (query, key, value, decay, beta, runs, *lengths, sums, inverses, changes, begins)
+        ctx.save_for_backward(*saved)
         ctx.state_type = None if state is None else state.dtype
         return out, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        *tensors, runs, inverses, begins = ctx.saved_tensors
-        query, key, value, decay, beta = tensors
-        rows, tokens, heads, _ = value.shape
-        numbers = {"dtype": torch.float32, "device": value.device}
-        shape = (rows, tokens, heads, key.shape[3])
-        dquery, dkey = (torch.empty(shape, **numbers) for _ in range(2))
-        ddecay, dbeta = (torch.empty(decay.shape, **numbers) for _ in range(2))
-        dvalue, dstate = torch.empty_like(value), torch.empty_like(grads[1], **numbers)
-        launch(
-            _backward,
-            rows * heads,
-            value.device,
-            *tensors,
-            value if runs is None else runs,
-            inverses,
-            begins,
-            grads[0].contiguous(),
-            grads[1].contiguous(),
-            dquery,
-            dkey,
-            dvalue,
-            ddecay,
-            dbeta,
-            dstate,
-            *_extents(key, value),
-            RUNS=runs is not None,
-            **_sizes(key, value),
+        query, key, value, decay, beta, *rest = ctx.saved_tensors
+        saved = delta_rule_gradients_triton.Saved(query, key, value, beta, *rest)
+        dquery, dkey, dvalue, ddecay, dbeta, dstate = delta_rule_gradients_triton.gradients(
+            saved, grads[0].contiguous(), grads[1].float().contiguous(), chunk_sizes(key, value)
         )
-        by_key = (rows, tokens, key.shape[2], -1, key.shape[3])
-        dquery, dkey = (x.view(by_key).sum(3) for x in (dquery, dkey))
         return (
             dquery.to(query.dtype),
             dkey.to(key.dtype),
@@ -146,49 +156,158 @@ class _Rule(torch.autograd.Function):
         )
 
 
-def _extents(key: Tensor, value: Tensor) -> tuple[int | float, ...]:
-    """Tokens, heads of keys and of values, their sizes, and the scale of queries."""
-    size = key.shape[3]
-    return key.shape[1], key.shape[2], value.shape[2], size, value.shape[3], size**-0.5
+def inverse_lengths(x_BSKD: Tensor, scale: float) -> Tensor:
+    """Factors that make vectors `scale` long, but for an epsilon (fp32, [B, S, K])."""
+    lengths = torch.linalg.vector_norm(x_BSKD, dim=-1, dtype=torch.float32)
+    return torch.rsqrt(lengths.square_().add_(1e-6)).mul_(scale)
 
 
-def _sizes(key: Tensor, value: Tensor) -> dict[str, Any]:
+def chunk_extents(key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Tokens, heads of keys and of values, and their sizes."""
+    return key.shape[1], key.shape[2], value.shape[2], key.shape[3], value.shape[3]
+
+
+def chunk_sizes(key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Tile sizes of programs that hold whole keys and a part of values."""
+    size_d = max(16, power(key.shape[3]))
+    is_short = dot_type(value.dtype) == torch.float32
     return {
-        "CHUNK": CHUNK,
-        "BLOCK_D": max(16, power(key.shape[3])),
-        "BLOCK_P": max(16, power(value.shape[3])),
-        "PRECISION": "ieee" if value.dtype == torch.float32 else "tf32",
+        "CHUNK": CHUNK // 2 if is_short else CHUNK,
+        "BLOCK_D": size_d,
+        "BLOCK_P": block(value.shape[3], _STATE // size_d),
+        **dot_sizes(value.dtype),
         "num_warps": 8,
+        "num_stages": 1,
     }
 
 
-def _lengths(rows: Any) -> Any:
-    """What rows are multiplied by to be of length 1, but for an epsilon."""
-    return 1 / tl.sqrt(tl.sum(rows * rows, 1) + 1e-6)
+def _inverse(lower: Any, CHUNK: tl.constexpr, PRECISION: tl.constexpr) -> Any:
+    """The inverse of 1 + `lower`, which is zero on and above the diagonal.
 
-
-def _inverse(lower: Any, CHUNK: tl.constexpr) -> Any:
-    """The inverse of 1 + `lower`, which is zero on and above the diagonal, row by row."""
+    Blocks of 16 on the diagonal are inverted row by row, all at once: their columns are apart. With
+    D the inverse of the blocks and N = -D (the rest), the inverse is (1 + N + N^2 + N^3) D, whose
+    powers are few, so that systems with large ones stay finite.
+    """
     place = tl.arange(0, CHUNK)
-    inverse = -lower
-    for number in range(1, CHUNK):
-        here = place[:, None] == number
-        own = tl.sum(tl.where(here, inverse, 0.0), 0)
-        own += tl.sum(own[:, None] * inverse, 0)
-        inverse = tl.where(here, own[None, :], inverse)
-    return inverse + tl.where(place[:, None] == place[None, :], 1.0, 0.0)
+    near = (place // 16)[:, None] == (place // 16)[None, :]
+    inverse = tl.where(near, -lower, 0.0)
+    for number in range(1, 16):
+        here = (place % 16)[:, None] == number
+        row = tl.sum(tl.where(here, inverse, 0.0), 0)
+        row += tl.sum(row[:, None] * inverse, 0)
+        inverse = tl.where(here & near, row[None, :], inverse)
+    inverse += tl.where(place[:, None] == place[None, :], 1.0, 0.0)
+    rest = tl.where(near, 0.0, -lower)
+    steps = product(inverse, rest, tl.float32, PRECISION)
+    if CHUNK > 32:
+        squares = product(steps, steps, tl.float32, PRECISION)
+        inverse += product(squares, inverse, tl.float32, PRECISION)
+    return inverse + product(steps, inverse, tl.float32, PRECISION)
 
 
-def _forward(
-    query_ptr: Any,
+def _prepare(
     key_ptr: Any,
     value_ptr: Any,
-    decay_ptr: Any,
+    lengths_ptr: Any,
+    sums_ptr: Any,
     beta_ptr: Any,
-    state_ptr: Any,
     runs_ptr: Any,
-    out_ptr: Any,
     inverses_ptr: Any,
+    reads_ptr: Any,
+    changes_ptr: Any,
+    num_tokens: Any,
+    num_keys: Any,
+    num_heads: Any,
+    key_size: Any,
+    value_size: Any,
+    RUNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One chunk of one value head: the inverse of its system, and its products with what tokens
+    read from a state and with what they add to one of zeros."""
+    program = tl.cast(tl.program_id(0), tl.int64)
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    number, start = program // num_chunks, (program % num_chunks) * CHUNK
+    row, head = number // num_heads, number % num_heads
+    group = head // (num_heads // num_keys)
+    place = tl.arange(0, CHUNK)
+    length = load_column(lengths_ptr, row, group, start, num_tokens, num_keys, CHUNK)
+    sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, CHUNK)
+    beta = load_column(beta_ptr, row, head, start, num_tokens, num_heads, CHUNK)
+    run = load_runs(runs_ptr, row, start, num_tokens, RUNS, CHUNK)
+    alike = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    for first in range(0, key_size, BLOCK_D):
+        k = load_rows(
+            key_ptr, row, group, start, first, num_tokens, num_keys, key_size, CHUNK, BLOCK_D
+        )
+        alike += product(k, tl.trans(k), DOT, PRECISION)
+    left = decays_between(
+        sums[:, None],
+        sums[None, :],
+        (start + place)[:, None],
+        (start + place)[None, :],
+        run[:, None],
+        run[None, :],
+        num_tokens,
+        RUNS,
+    )
+    alike = alike * left * (beta * length)[:, None] * length[None, :]
+    inverse = _inverse(tl.where(place[:, None] > place[None, :], alike, 0.0), CHUNK, PRECISION)
+    store_block(inverses_ptr, inverse, program, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    since = decays_since(sums, run, runs_ptr, row, start, num_tokens, RUNS)
+    scaled = inverse * (beta * since * length)[None, :]
+    for first in range(0, key_size, BLOCK_D):
+        k = load_rows(
+            key_ptr, row, group, start, first, num_tokens, num_keys, key_size, CHUNK, BLOCK_D
+        )
+        read = product(scaled, k, DOT, PRECISION)
+        store_rows(
+            reads_ptr,
+            read,
+            row,
+            head,
+            start,
+            first,
+            num_tokens,
+            num_heads,
+            key_size,
+            CHUNK,
+            BLOCK_D,
+        )
+    scaled = inverse * beta[None, :]
+    for first in range(0, value_size, BLOCK_P):
+        v = load_rows(
+            value_ptr, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
+        )
+        change = product(scaled, v, DOT, PRECISION)
+        store_rows(
+            changes_ptr,
+            change,
+            row,
+            head,
+            start,
+            first,
+            num_tokens,
+            num_heads,
+            value_size,
+            CHUNK,
+            BLOCK_P,
+        )
+
+
+def _scan(
+    key_ptr: Any,
+    lengths_ptr: Any,
+    sums_ptr: Any,
+    beta_ptr: Any,
+    runs_ptr: Any,
+    reads_ptr: Any,
+    changes_ptr: Any,
+    state_ptr: Any,
     begins_ptr: Any,
     last_ptr: Any,
     num_tokens: Any,
@@ -196,176 +315,138 @@ def _forward(
     num_heads: Any,
     key_size: Any,
     value_size: Any,
-    scale: Any,
     STATE: tl.constexpr,
     RUNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One value head of one row."""
+    """BLOCK_P columns of the states of one value head, from the first chunk to the last. What
+    tokens add to a state of zeros becomes what they add to theirs, in place."""
     program = tl.cast(tl.program_id(0), tl.int64)
-    row, head = program // num_heads, program % num_heads
+    num_blocks = (value_size + BLOCK_P - 1) // BLOCK_P
+    first, number = (program % num_blocks) * BLOCK_P, program // num_blocks
+    row, head = number // num_heads, number % num_heads
     group = head // (num_heads // num_keys)
-    place, place_d, place_p = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
-    square = place[:, None] * CHUNK + place[None, :]
-    places = place_d[:, None] * value_size + place_p[None, :]
-    inside = (place_d < key_size)[:, None] & (place_p < value_size)[None, :]
-    elements = key_size * value_size
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
     state = tl.zeros([BLOCK_D, BLOCK_P], dtype=tl.float32)
     if STATE:
-        state = tl.load(state_ptr + program * elements + places, mask=inside, other=0.0)
-    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-    for start in range(0, num_tokens, CHUNK):
-        logs = load_column(decay_ptr, row, head, start, num_tokens, num_heads, CHUNK)
-        beta = load_column(beta_ptr, row, head, start, num_tokens, num_heads, CHUNK)
-        inner, since, until, whole = chunk_decays(
-            logs, runs_ptr, row, start, num_tokens, RUNS, CHUNK
+        state = load_block(state_ptr, number, 0, first, key_size, value_size, BLOCK_D, BLOCK_P)
+    for chunk in range(num_chunks):
+        start = chunk * CHUNK
+        last = tl.minimum(start + CHUNK, num_tokens) - 1
+        rounded = state.to(DOT)
+        here = number * num_chunks + chunk
+        store_block(begins_ptr, rounded, here, 0, first, key_size, value_size, BLOCK_D, BLOCK_P)
+        read = load_rows(
+            reads_ptr, row, head, start, 0, num_tokens, num_heads, key_size, CHUNK, BLOCK_D
         )
-        q = load_rows(query_ptr, row, group, start, num_tokens, num_keys, key_size, CHUNK, BLOCK_D)
-        k = load_rows(key_ptr, row, group, start, num_tokens, num_keys, key_size, CHUNK, BLOCK_D)
-        v = load_rows(
-            value_ptr, row, head, start, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
-        )
-        q = q * (_lengths(q) * scale)[:, None]
-        k = k * _lengths(k)[:, None]
-        chunk = program * num_chunks + start // CHUNK
-        tl.store(begins_ptr + chunk * elements + places, state, mask=inside)
-        alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * inner * beta[:, None]
-        lower = tl.where(place[:, None] > place[None, :], alike, 0.0)
-        inverse = _inverse(lower, CHUNK)
-        tl.store(inverses_ptr + chunk * CHUNK * CHUNK + square, inverse)
-        read = k * (beta * since)[:, None]
-        target = v * beta[:, None] - tl.dot(read, state, input_precision=PRECISION)
-        change = tl.dot(inverse, target, input_precision=PRECISION)
-        within = tl.dot(q, tl.trans(k), input_precision=PRECISION) * inner
-        out = tl.dot(within, change, input_precision=PRECISION)
-        out += tl.dot(q * since[:, None], state, input_precision=PRECISION)
-        store_rows(
-            out_ptr, out, row, head, start, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
-        )
-        write = tl.trans(k * until[:, None])
-        state = state * whole + tl.dot(write, change, input_precision=PRECISION)
-    tl.store(last_ptr + program * elements + places, state, mask=inside)
-
-
-def _backward(
-    query_ptr: Any,
-    key_ptr: Any,
-    value_ptr: Any,
-    decay_ptr: Any,
-    beta_ptr: Any,
-    runs_ptr: Any,
-    inverses_ptr: Any,
-    begins_ptr: Any,
-    grad_ptr: Any,
-    grad_last_ptr: Any,
-    dquery_ptr: Any,
-    dkey_ptr: Any,
-    dvalue_ptr: Any,
-    ddecay_ptr: Any,
-    dbeta_ptr: Any,
-    dstate_ptr: Any,
-    num_tokens: Any,
-    num_keys: Any,
-    num_heads: Any,
-    key_size: Any,
-    value_size: Any,
-    scale: Any,
-    RUNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """One value head of one row, from the last chunk to the first; each has gradients of queries
-    and keys of its own, which are added up afterwards."""
-    program = tl.cast(tl.program_id(0), tl.int64)
-    row, head = program // num_heads, program % num_heads
-    group = head // (num_heads // num_keys)
-    place, place_d, place_p = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
-    square = place[:, None] * CHUNK + place[None, :]
-    places = place_d[:, None] * value_size + place_p[None, :]
-    inside = (place_d < key_size)[:, None] & (place_p < value_size)[None, :]
-    elements = key_size * value_size
-    later = tl.load(grad_last_ptr + program * elements + places, mask=inside, other=0.0)
-    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-    for number in range(num_chunks):
-        start = (num_chunks - 1 - number) * CHUNK
-        logs = load_column(decay_ptr, row, head, start, num_tokens, num_heads, CHUNK)
-        beta = load_column(beta_ptr, row, head, start, num_tokens, num_heads, CHUNK)
-        inner, since, until, whole = chunk_decays(
-            logs, runs_ptr, row, start, num_tokens, RUNS, CHUNK
-        )
-        q = load_rows(query_ptr, row, group, start, num_tokens, num_keys, key_size, CHUNK, BLOCK_D)
-        k = load_rows(key_ptr, row, group, start, num_tokens, num_keys, key_size, CHUNK, BLOCK_D)
-        v = load_rows(
-            value_ptr, row, head, start, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
-        )
-        grad = load_rows(
-            grad_ptr, row, head, start, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
-        )
-        q_length, k_length = _lengths(q), _lengths(k)
-        q = q * (q_length * scale)[:, None]
-        k = k * k_length[:, None]
-        chunk = program * num_chunks + start // CHUNK
-        begin = tl.load(begins_ptr + chunk * elements + places, mask=inside, other=0.0)
-        inverse = tl.load(inverses_ptr + chunk * CHUNK * CHUNK + square)
-        # What the forward pass computed.
-        read = k * (beta * since)[:, None]
-        target = v * beta[:, None] - tl.dot(read, begin, input_precision=PRECISION)
-        change = tl.dot(inverse, target, input_precision=PRECISION)
-        alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        within = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        # What tokens add, and the states before and behind.
-        dchange = tl.dot(tl.trans(within * inner), grad, input_precision=PRECISION)
-        dchange += tl.dot(k * until[:, None], later, input_precision=PRECISION)
-        dtarget = tl.dot(tl.trans(inverse), dchange, input_precision=PRECISION)
-        dlookup = tl.dot(grad, tl.trans(begin), input_precision=PRECISION)
-        dread = -tl.dot(dtarget, tl.trans(begin), input_precision=PRECISION)
-        dwrite = tl.dot(change, tl.trans(later), input_precision=PRECISION)
-        dwithin = tl.dot(grad, tl.trans(change), input_precision=PRECISION) * inner
-        dalike = -tl.dot(dtarget, tl.trans(change), input_precision=PRECISION) * inner
-        dalike = tl.where(place[:, None] > place[None, :], dalike, 0.0)
-        carried = tl.sum(tl.sum(begin * later, 1), 0) * whole
-        later = later * whole - tl.dot(tl.trans(read), dtarget, input_precision=PRECISION)
-        later += tl.dot(tl.trans(q * since[:, None]), grad, input_precision=PRECISION)
-        # Betas and decays, by what they scale.
-        times_read, times_write = tl.sum(dread * k, 1), tl.sum(dwrite * k, 1) * until
-        dbeta = tl.sum(dalike * alike, 1) + tl.sum(dtarget * v, 1) + times_read * since
-        dalike = dalike * beta[:, None]
-        pairs = dalike * alike + dwithin * within
-        dsums = tl.sum(pairs, 1) - tl.sum(pairs, 0) - times_write
-        dsums += (tl.sum(dlookup * q, 1) + times_read * beta) * since
-        at_end = tl.sum(times_write, 0) + carried
-        dsums += tl.where(place == CHUNK - 1, at_end, 0.0)
-        # A sum of logarithms has in it those of all tokens before.
-        dlogs = tl.sum(dsums, 0) - tl.cumsum(dsums, 0) + dsums
-        dq = dlookup * since[:, None] + tl.dot(dwithin, k, input_precision=PRECISION)
-        dk = dread * (beta * since)[:, None] + dwrite * until[:, None]
-        dk += tl.dot(tl.trans(dwithin), q, input_precision=PRECISION)
-        dk += tl.dot(dalike + tl.trans(dalike), k, input_precision=PRECISION)
-        # Queries and keys before they had length 1.
-        unit = q / scale
-        dq = (dq - unit * tl.sum(dq * unit, 1)[:, None]) * (q_length * scale)[:, None]
-        dk = (dk - k * tl.sum(dk * k, 1)[:, None]) * k_length[:, None]
-        store_rows(
-            dquery_ptr, dq, row, head, start, num_tokens, num_heads, key_size, CHUNK, BLOCK_D
-        )
-        store_rows(dkey_ptr, dk, row, head, start, num_tokens, num_heads, key_size, CHUNK, BLOCK_D)
-        store_rows(
-            dvalue_ptr,
-            dtarget * beta[:, None],
+        change = load_rows(
+            changes_ptr,
             row,
             head,
             start,
+            first,
+            num_tokens,
+            num_heads,
+            value_size,
+            CHUNK,
+            BLOCK_P,
+        ).to(tl.float32)
+        change -= product(read, rounded, DOT, PRECISION)
+        store_rows(
+            changes_ptr,
+            change,
+            row,
+            head,
+            start,
+            first,
             num_tokens,
             num_heads,
             value_size,
             CHUNK,
             BLOCK_P,
         )
-        store_column(ddecay_ptr, dlogs, row, head, start, num_tokens, num_heads, CHUNK)
-        store_column(dbeta_ptr, dbeta, row, head, start, num_tokens, num_heads, CHUNK)
-    tl.store(dstate_ptr + program * elements + places, later, mask=inside)
+        length = load_column(lengths_ptr, row, group, start, num_tokens, num_keys, CHUNK)
+        sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, CHUNK)
+        run = load_runs(runs_ptr, row, start, num_tokens, RUNS, CHUNK)
+        total = tl.load(sums_ptr + (row * num_tokens + last) * num_heads + head)
+        until = decays_until(sums, run, total, runs_ptr, row, last, num_tokens, RUNS)
+        across = decay_across(total, runs_ptr, row, start, last, num_tokens, RUNS)
+        k = load_rows(key_ptr, row, group, start, 0, num_tokens, num_keys, key_size, CHUNK, BLOCK_D)
+        added = change * (until * length)[:, None]
+        state = state * across + product(tl.trans(k), added, DOT, PRECISION)
+    store_block(last_ptr, state, number, 0, first, key_size, value_size, BLOCK_D, BLOCK_P)
+
+
+def _outputs(
+    query_ptr: Any,
+    key_ptr: Any,
+    query_lengths_ptr: Any,
+    key_lengths_ptr: Any,
+    sums_ptr: Any,
+    runs_ptr: Any,
+    changes_ptr: Any,
+    begins_ptr: Any,
+    out_ptr: Any,
+    num_tokens: Any,
+    num_keys: Any,
+    num_heads: Any,
+    key_size: Any,
+    value_size: Any,
+    RUNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """BLOCK_P columns of one chunk of one value head."""
+    program = tl.cast(tl.program_id(0), tl.int64)
+    num_blocks = (value_size + BLOCK_P - 1) // BLOCK_P
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    first, chunk = (program % num_blocks) * BLOCK_P, program // num_blocks
+    number, start = chunk // num_chunks, (chunk % num_chunks) * CHUNK
+    row, head = number // num_heads, number % num_heads
+    group = head // (num_heads // num_keys)
+    place = tl.arange(0, CHUNK)
+    alike = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    out = tl.zeros([CHUNK, BLOCK_P], dtype=tl.float32)
+    for first_d in range(0, key_size, BLOCK_D):
+        q = load_rows(
+            query_ptr, row, group, start, first_d, num_tokens, num_keys, key_size, CHUNK, BLOCK_D
+        )
+        k = load_rows(
+            key_ptr, row, group, start, first_d, num_tokens, num_keys, key_size, CHUNK, BLOCK_D
+        )
+        begin = load_block(
+            begins_ptr, chunk, first_d, first, key_size, value_size, BLOCK_D, BLOCK_P
+        )
+        alike += product(q, tl.trans(k), DOT, PRECISION)
+        out += product(q, begin, DOT, PRECISION)
+    sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, CHUNK)
+    run = load_runs(runs_ptr, row, start, num_tokens, RUNS, CHUNK)
+    q_length = load_column(query_lengths_ptr, row, group, start, num_tokens, num_keys, CHUNK)
+    k_length = load_column(key_lengths_ptr, row, group, start, num_tokens, num_keys, CHUNK)
+    since = decays_since(sums, run, runs_ptr, row, start, num_tokens, RUNS)
+    left = decays_between(
+        sums[:, None],
+        sums[None, :],
+        (start + place)[:, None],
+        (start + place)[None, :],
+        run[:, None],
+        run[None, :],
+        num_tokens,
+        RUNS,
+    )
+    change = load_rows(
+        changes_ptr, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
+    )
+    within = alike * left * k_length[None, :]
+    out = out * since[:, None] + product(within, change, DOT, PRECISION)
+    out = out * q_length[:, None]
+    store_rows(
+        out_ptr, out, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
+    )

@@ -1,4 +1,9 @@
-"""Triton kernels of the recurrence of Mamba-2: a program goes through the chunks of one head."""
+"""Triton kernels of the recurrence of Mamba-2: all chunks at once, and a scan over their states.
+
+The state that each chunk adds (`_add_states`), the states that chunks begin with (`_scan_states`),
+and the outputs of each tile of tokens (`_outputs`); backward the same of gradients. These are the
+steps of state-space duality (Dao and Gu, arXiv 2405.21060, section 6).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megtool.kernels.launch import cdiv, launch, power
+from megtool.kernels.launch import cdiv, has_wide_products, launch, power
 from megtool.kernels.recurrence.chunked_triton import (
-    CHUNK,
-    chunk_decays,
+    block,
+    column_sums,
+    decay_across,
+    decays_between,
+    decays_since,
+    decays_until,
+    dot_sizes,
+    dot_type,
+    load_block,
     load_column,
     load_rows,
-    num_cuts,
+    load_runs,
+    log_gradients,
+    product,
+    store_block,
     store_column,
     store_rows,
 )
@@ -21,10 +36,15 @@ from megtool.kernels.recurrence.chunked_triton import (
 if TYPE_CHECKING:
     import triton.language as tl
 
+CHUNK = 256  # tokens between states that are stored
+_STATE = 64 * 128  # elements of a part of a state that a program keeps
+_ELEMENTS = 1024  # of a state, which a program of the scan takes through all chunks
+
 
 def fits(x_BSND: Tensor, b_BSGZ: Tensor) -> bool:
-    """Whether a program can keep a state, and multiplies in fp32."""
-    return num_cuts(x_BSND.shape[3], b_BSGZ.shape[3]) > 0 and x_BSND.dtype != torch.float64
+    """Whether tiles of heads and states fit, in a dtype that is computed in fp32."""
+    is_small = max(16, power(x_BSND.shape[3])) + max(16, power(b_BSGZ.shape[3])) <= 384
+    return is_small and x_BSND.dtype != torch.float64
 
 
 def ssd_scan(
@@ -38,100 +58,189 @@ def ssd_scan(
     runs_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `ssd.ssd_scan`."""
-    rows, tokens, heads, size = x_BSND.shape
-    cuts, state_size = num_cuts(size, b_BSGZ.shape[3]), b_BSGZ.shape[3]
-    parts = (heads * cuts, size // cuts)
-    y, last = _scan(
-        x_BSND.reshape(rows, tokens, *parts),
-        dt_BSN.repeat_interleave(cuts, 2) if cuts > 1 else dt_BSN,
-        a_N.repeat_interleave(cuts),
-        b_BSGZ,
-        c_BSGZ,
-        d_N.repeat_interleave(cuts),
-        None if state_BNDZ is None else state_BNDZ.reshape(rows, *parts, state_size),
-        runs_BS,
-    )
-    return y.view(x_BSND.shape), last.view(rows, heads, size, state_size)
-
-
-def _scan(*values: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = (x_BSND, dt_BSN, a_N, b_BSGZ, c_BSGZ, d_N, state_BNDZ, runs_BS)
     out: tuple[Tensor, Tensor] = _Scan.apply(*values)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Scan(torch.autograd.Function):
-    """It keeps its inputs, and the state at the begin of every chunk."""
+    """It keeps its inputs, sums of logarithms, and the state at the begin of every chunk."""
 
     @staticmethod
     def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor]:
         *given, state, runs = values
-        tensors = [t.contiguous() for t in given]
+        x, dt, a, b, c, d = (t.contiguous() for t in given)
         runs = None if runs is None else runs.contiguous()
-        x, b = tensors[0], tensors[3]
         (rows, tokens, heads, size), state_size = x.shape, b.shape[3]
-        y = torch.empty_like(x)
-        numbers = {"dtype": torch.float32, "device": x.device}
-        last = torch.empty(rows, heads, size, state_size, **numbers)
-        chunks = cdiv(tokens, CHUNK)
-        begins = torch.empty(rows, heads, chunks, size, state_size, **numbers)
+        sums = column_sums(dt.float() * a.float(), CHUNK)
+        shape = (rows, heads, cdiv(tokens, CHUNK), size, state_size)
+        added = _added_states(x, b, sums, dt, runs, is_back=False)
+        begins = torch.empty(shape, dtype=dot_type(x.dtype), device=x.device)
+        last = torch.empty(rows, heads, size, state_size, dtype=torch.float32, device=x.device)
+        elements = size * state_size
         launch(
-            _forward,
-            rows * heads,
+            _scan_states,
+            rows * heads * cdiv(elements, _ELEMENTS),
             x.device,
-            *tensors,
-            x if state is None else state.float().contiguous(),
+            added,
+            added if state is None else state.float().contiguous(),
+            sums,
             x if runs is None else runs,
-            y,
             begins,
             last,
-            *_extents(x, b),
+            tokens,
+            heads,
+            elements,
             STATE=state is not None,
             RUNS=runs is not None,
-            **_sizes(x, b),
+            CHUNK=CHUNK,
+            BLOCK=_ELEMENTS,
+            num_warps=4,
         )
-        ctx.save_for_backward(*tensors, runs, begins)
+        del added
+        y = torch.empty_like(x)
+        sizes = _sizes(x, b)
+        sizes["BLOCK_D"] = block(size, 64)
+        launch(
+            _outputs,
+            rows * heads * cdiv(tokens, sizes["TILE"]) * cdiv(size, sizes["BLOCK_D"]),
+            x.device,
+            x,
+            dt,
+            sums,
+            b,
+            c,
+            d,
+            x if runs is None else runs,
+            begins,
+            y,
+            *_extents(x, b),
+            RUNS=runs is not None,
+            **sizes,
+        )
+        ctx.save_for_backward(x, dt, a, b, c, d, runs, sums, begins)
         ctx.mark_non_differentiable(last)
         return y, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        *tensors, runs, begins = ctx.saved_tensors
-        x, dt, a, b, c, d = tensors
-        rows, tokens, heads, _ = x.shape
-        groups, state_size = b.shape[2:]
+        x, dt, a, b, c, d, runs, sums, begins = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        (rows, tokens, heads, _), (groups, state_size) = x.shape, b.shape[2:]
         numbers = {"dtype": torch.float32, "device": x.device}
-        dx, ddt = torch.empty_like(x), torch.empty(dt.shape, **numbers)
+        laters, carried = _scan_back(
+            _added_states(grad, c, sums, dt, runs, is_back=True), begins, sums, runs
+        )
+        sizes = _sizes(x, b)
+        programs = rows * heads * cdiv(tokens, sizes["TILE"])
         db, dc = (torch.empty(rows, tokens, heads, state_size, **numbers) for _ in range(2))
-        da, dd = (torch.empty(rows, heads, **numbers) for _ in range(2))
+        ddt, d_sums, fed, dd = (torch.empty(dt.shape, **numbers) for _ in range(4))
+        dx = torch.empty_like(x)
+        inputs = (x, dt, sums, b, c, d, x if runs is None else runs)
+        more = {"RUNS": runs is not None, **sizes}
         launch(
-            _backward,
-            rows * heads,
+            _query_gradients,
+            programs,
             x.device,
-            *tensors,
-            x if runs is None else runs,
+            *inputs,
             begins,
-            grads[0].contiguous(),
-            dx,
-            ddt,
-            db,
+            grad,
             dc,
-            da,
+            d_sums,
+            *_extents(x, b),
+            **more,
+        )
+        launch(
+            _key_gradients,
+            programs,
+            x.device,
+            *inputs,
+            laters,
+            grad,
+            dx,
+            db,
+            ddt,
+            d_sums,
+            fed,
             dd,
             *_extents(x, b),
-            RUNS=runs is not None,
-            **_sizes(x, b),
+            **more,
         )
+        d_logs = log_gradients(d_sums, fed, carried, CHUNK)
+        ddt += d_logs * a.float()
+        da = (d_logs * dt).sum((0, 1))
         db, dc = (t.view(rows, tokens, groups, -1, state_size).sum(3) for t in (db, dc))
         return (
             dx,
             ddt.to(dt.dtype),
-            da.sum(0).to(a.dtype),
+            da.to(a.dtype),
             db.to(b.dtype),
             dc.to(c.dtype),
-            dd.sum(0).to(d.dtype),
+            dd.sum((0, 1)).to(d.dtype),
             None,
             None,
         )
+
+
+def _added_states(
+    x: Tensor, b: Tensor, sums: Tensor, dt: Tensor, runs: Tensor | None, *, is_back: bool
+) -> Tensor:
+    """What each chunk adds to the state behind it, [B, N, chunks, D, Z] (fp32).
+
+    Back, `x` are gradients of outputs and `b` is c: what they add to the gradient of the state
+    before the chunk.
+    """
+    (rows, tokens, heads, size), state_size = x.shape, b.shape[3]
+    chunks, sizes = cdiv(tokens, CHUNK), _sizes(x, b)
+    sizes["BLOCK_D"] = block(size, _STATE // sizes["BLOCK_Z"])
+    shape = (rows, heads, chunks, size, state_size)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    launch(
+        _add_states,
+        rows * heads * chunks * cdiv(size, sizes["BLOCK_D"]),
+        x.device,
+        x,
+        b,
+        sums,
+        dt,
+        x if runs is None else runs,
+        out,
+        *_extents(x, b),
+        BACK=is_back,
+        RUNS=runs is not None,
+        **sizes,
+    )
+    return out
+
+
+def _scan_back(
+    added: Tensor, begins: Tensor, sums: Tensor, runs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the state behind each chunk, and of the logarithm of its decay [B, N, chunks]"""
+    rows, heads, chunks = begins.shape[:3]
+    elements = begins[0, 0, 0].numel()
+    blocks = cdiv(elements, _ELEMENTS)
+    laters = torch.empty_like(begins)
+    carried = torch.empty(rows, heads, chunks, blocks, dtype=torch.float32, device=begins.device)
+    launch(
+        _scan_gradients,
+        rows * heads * blocks,
+        begins.device,
+        added,
+        begins,
+        sums,
+        sums if runs is None else runs,
+        laters,
+        carried,
+        sums.shape[1],
+        heads,
+        elements,
+        RUNS=runs is not None,
+        CHUNK=CHUNK,
+        BLOCK=_ELEMENTS,
+        num_warps=4,
+    )
+    return laters, carried.sum(-1)
 
 
 def _extents(x: Tensor, b: Tensor) -> tuple[int, ...]:
@@ -140,87 +249,302 @@ def _extents(x: Tensor, b: Tensor) -> tuple[int, ...]:
 
 
 def _sizes(x: Tensor, b: Tensor) -> dict[str, Any]:
+    size_d, size_z = max(16, power(x.shape[3])), max(16, power(b.shape[3]))
+    is_wide = has_wide_products(x.device) and dot_type(x.dtype) != torch.float32
+    is_short = not is_wide or size_d + size_z > 256
     return {
         "CHUNK": CHUNK,
-        "BLOCK_D": max(16, power(x.shape[3])),
-        "BLOCK_Z": max(16, power(b.shape[3])),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "TILE": min(CHUNK, 32 if is_short else 64),
+        "BLOCK_D": size_d,
+        "BLOCK_Z": size_z,
+        **dot_sizes(x.dtype),
         "num_warps": 8,
+        "num_stages": 1,
     }
 
 
-def _forward(
+def _add_states(
     x_ptr: Any,
-    dt_ptr: Any,
-    a_ptr: Any,
     b_ptr: Any,
-    c_ptr: Any,
-    d_ptr: Any,
-    state_ptr: Any,
+    sums_ptr: Any,
+    dt_ptr: Any,
     runs_ptr: Any,
-    y_ptr: Any,
-    begins_ptr: Any,
-    last_ptr: Any,
+    out_ptr: Any,
     num_tokens: Any,
     num_heads: Any,
     num_groups: Any,
     head_size: Any,
     state_size: Any,
+    BACK: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """BLOCK_D elements of one head, in one chunk."""
+    program = tl.cast(tl.program_id(0), tl.int64)
+    num_blocks = (head_size + BLOCK_D - 1) // BLOCK_D
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    first, chunk = (program % num_blocks) * BLOCK_D, program // num_blocks
+    row, head = chunk // num_chunks // num_heads, chunk // num_chunks % num_heads
+    group = head // (num_heads // num_groups)
+    chunk_start = (chunk % num_chunks) * CHUNK
+    end = tl.minimum(chunk_start + CHUNK, num_tokens)
+    total = tl.load(sums_ptr + (row * num_tokens + end - 1) * num_heads + head)
+    state = tl.zeros([BLOCK_D, BLOCK_Z], dtype=tl.float32)
+    for start in range(chunk_start, end, TILE):
+        sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, TILE)
+        run = load_runs(runs_ptr, row, start, num_tokens, RUNS, TILE)
+        if BACK:
+            scale = decays_since(sums, run, runs_ptr, row, chunk_start, num_tokens, RUNS)
+        else:
+            scale = decays_until(sums, run, total, runs_ptr, row, end - 1, num_tokens, RUNS)
+            scale *= load_column(dt_ptr, row, head, start, num_tokens, num_heads, TILE)
+        x = load_rows(
+            x_ptr, row, head, start, first, num_tokens, num_heads, head_size, TILE, BLOCK_D
+        )
+        b = load_rows(
+            b_ptr, row, group, start, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z
+        )
+        fed = (x.to(tl.float32) * scale[:, None]).to(DOT)
+        state += product(tl.trans(fed), b.to(DOT), DOT, PRECISION)
+    store_block(out_ptr, state, chunk, first, 0, head_size, state_size, BLOCK_D, BLOCK_Z)
+
+
+def _scan_states(
+    added_ptr: Any,
+    state_ptr: Any,
+    sums_ptr: Any,
+    runs_ptr: Any,
+    begins_ptr: Any,
+    last_ptr: Any,
+    num_tokens: Any,
+    num_heads: Any,
+    num_elements: Any,
     STATE: tl.constexpr,
     RUNS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """One head of one row."""
+    """BLOCK elements of the states of one head, from the first chunk to the last."""
     program = tl.cast(tl.program_id(0), tl.int64)
-    row, head = program // num_heads, program % num_heads
-    group = head // (num_heads // num_groups)
-    a = tl.load(a_ptr + head).to(tl.float32)
-    d = tl.load(d_ptr + head).to(tl.float32)
-    place_d, place_z = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Z)
-    places = place_d[:, None] * state_size + place_z[None, :]
-    inside = (place_d < head_size)[:, None] & (place_z < state_size)[None, :]
-    elements = head_size * state_size
-    state = tl.zeros([BLOCK_D, BLOCK_Z], dtype=tl.float32)
-    if STATE:
-        state = tl.load(state_ptr + program * elements + places, mask=inside, other=0.0)
+    num_blocks = (num_elements + BLOCK - 1) // BLOCK
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-    for start in range(0, num_tokens, CHUNK):
-        dt = load_column(dt_ptr, row, head, start, num_tokens, num_heads, CHUNK)
-        inner, since, until, whole = chunk_decays(
-            dt * a, runs_ptr, row, start, num_tokens, RUNS, CHUNK
-        )
-        x = load_rows(x_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        b = load_rows(b_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
-        c = load_rows(c_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
-        chunk = program * num_chunks + start // CHUNK
-        tl.store(begins_ptr + chunk * elements + places, state, mask=inside)
-        weights = tl.dot(c, tl.trans(b), input_precision=PRECISION) * inner * dt[None, :]
-        y = tl.dot(weights, x, input_precision=PRECISION) + d * x
-        y += tl.dot(c, tl.trans(state), input_precision=PRECISION) * since[:, None]
-        store_rows(y_ptr, y, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        fed = x * (until * dt)[:, None]
-        state = state * whole + tl.dot(tl.trans(fed), b, input_precision=PRECISION)
-    tl.store(last_ptr + program * elements + places, state, mask=inside)
+    place, number = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK), program // num_blocks
+    row, head = number // num_heads, number % num_heads
+    inside = place < num_elements
+    state = tl.zeros([BLOCK], dtype=tl.float32)
+    if STATE:
+        state = tl.load(state_ptr + number * num_elements + place, mask=inside, other=0.0)
+    for chunk in range(num_chunks):
+        start = chunk * CHUNK
+        last = tl.minimum(start + CHUNK, num_tokens) - 1
+        total = tl.load(sums_ptr + (row * num_tokens + last) * num_heads + head)
+        across = decay_across(total, runs_ptr, row, start, last, num_tokens, RUNS)
+        places = (number * num_chunks + chunk) * num_elements + place
+        tl.store(begins_ptr + places, state.to(begins_ptr.dtype.element_ty), mask=inside)
+        state = state * across + tl.load(added_ptr + places, mask=inside, other=0.0)
+    tl.store(last_ptr + number * num_elements + place, state, mask=inside)
 
 
-def _backward(
+def _scan_gradients(
+    added_ptr: Any,
+    begins_ptr: Any,
+    sums_ptr: Any,
+    runs_ptr: Any,
+    laters_ptr: Any,
+    carried_ptr: Any,
+    num_tokens: Any,
+    num_heads: Any,
+    num_elements: Any,
+    RUNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK elements of the gradients of one head's states, from the last chunk to the first."""
+    program = tl.cast(tl.program_id(0), tl.int64)
+    num_blocks = (num_elements + BLOCK - 1) // BLOCK
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    part, number = program % num_blocks, program // num_blocks
+    place = part * BLOCK + tl.arange(0, BLOCK)
+    row, head = number // num_heads, number % num_heads
+    inside = place < num_elements
+    later = tl.zeros([BLOCK], dtype=tl.float32)
+    for step in range(num_chunks):
+        chunk = num_chunks - 1 - step
+        start = chunk * CHUNK
+        last = tl.minimum(start + CHUNK, num_tokens) - 1
+        total = tl.load(sums_ptr + (row * num_tokens + last) * num_heads + head)
+        across = decay_across(total, runs_ptr, row, start, last, num_tokens, RUNS)
+        places = (number * num_chunks + chunk) * num_elements + place
+        tl.store(laters_ptr + places, later.to(laters_ptr.dtype.element_ty), mask=inside)
+        begin = tl.load(begins_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        carried = tl.sum(begin * later, 0) * across
+        tl.store(carried_ptr + (number * num_chunks + chunk) * num_blocks + part, carried)
+        later = later * across + tl.load(added_ptr + places, mask=inside, other=0.0)
+
+
+def _outputs(
     x_ptr: Any,
     dt_ptr: Any,
-    a_ptr: Any,
+    sums_ptr: Any,
+    b_ptr: Any,
+    c_ptr: Any,
+    d_ptr: Any,
+    runs_ptr: Any,
+    begins_ptr: Any,
+    y_ptr: Any,
+    num_tokens: Any,
+    num_heads: Any,
+    num_groups: Any,
+    head_size: Any,
+    state_size: Any,
+    RUNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """BLOCK_D elements of one head, for a tile of tokens: what they read from the state that their
+    chunk begins with, and from the tokens of the chunk up to themselves."""
+    program = tl.cast(tl.program_id(0), tl.int64)
+    num_blocks = (head_size + BLOCK_D - 1) // BLOCK_D
+    num_tiles = (num_tokens + TILE - 1) // TILE
+    first, number = (program % num_blocks) * BLOCK_D, program // num_blocks
+    start, number = (number % num_tiles) * TILE, number // num_tiles
+    row, head = number // num_heads, number % num_heads
+    group = head // (num_heads // num_groups)
+    chunk_start = start // CHUNK * CHUNK
+    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
+    place = tl.arange(0, TILE)
+    chunk = number * num_chunks + start // CHUNK
+    sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, TILE)
+    run = load_runs(runs_ptr, row, start, num_tokens, RUNS, TILE)
+    since = decays_since(sums, run, runs_ptr, row, chunk_start, num_tokens, RUNS)
+    c = load_rows(c_ptr, row, group, start, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z)
+    c = c.to(DOT)
+    begin = load_block(begins_ptr, chunk, first, 0, head_size, state_size, BLOCK_D, BLOCK_Z)
+    y = product(c, tl.trans(begin), DOT, PRECISION) * since[:, None]
+    for start_2 in range(chunk_start, start + 1, TILE):
+        sums_2 = load_column(sums_ptr, row, head, start_2, num_tokens, num_heads, TILE)
+        run_2 = load_runs(runs_ptr, row, start_2, num_tokens, RUNS, TILE)
+        dt = load_column(dt_ptr, row, head, start_2, num_tokens, num_heads, TILE)
+        b = load_rows(
+            b_ptr, row, group, start_2, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z
+        )
+        x = load_rows(
+            x_ptr, row, head, start_2, first, num_tokens, num_heads, head_size, TILE, BLOCK_D
+        )
+        left = decays_between(
+            sums[:, None],
+            sums_2[None, :],
+            (start + place)[:, None],
+            (start_2 + place)[None, :],
+            run[:, None],
+            run_2[None, :],
+            num_tokens,
+            RUNS,
+        )
+        weights = product(c, tl.trans(b.to(DOT)), DOT, PRECISION) * left * dt[None, :]
+        y += product(weights.to(DOT), x.to(DOT), DOT, PRECISION)
+    x = load_rows(x_ptr, row, head, start, first, num_tokens, num_heads, head_size, TILE, BLOCK_D)
+    y += x.to(tl.float32) * tl.load(d_ptr + head).to(tl.float32)
+    store_rows(y_ptr, y, row, head, start, first, num_tokens, num_heads, head_size, TILE, BLOCK_D)
+
+
+def _query_gradients(
+    x_ptr: Any,
+    dt_ptr: Any,
+    sums_ptr: Any,
     b_ptr: Any,
     c_ptr: Any,
     d_ptr: Any,
     runs_ptr: Any,
     begins_ptr: Any,
     grad_ptr: Any,
-    dx_ptr: Any,
-    ddt_ptr: Any,
-    db_ptr: Any,
     dc_ptr: Any,
-    da_ptr: Any,
+    d_sums_ptr: Any,
+    num_tokens: Any,
+    num_heads: Any,
+    num_groups: Any,
+    head_size: Any,
+    state_size: Any,
+    RUNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Gradients of c, and of the sums of logarithms that scale what tokens read, for a tile of
+    tokens of one head; those of the heads of a group are added up afterwards."""
+    program = tl.cast(tl.program_id(0), tl.int64)
+    num_tiles = (num_tokens + TILE - 1) // TILE
+    start, number = (program % num_tiles) * TILE, program // num_tiles
+    row, head = number // num_heads, number % num_heads
+    group = head // (num_heads // num_groups)
+    chunk_start = start // CHUNK * CHUNK
+    chunk = number * ((num_tokens + CHUNK - 1) // CHUNK) + start // CHUNK
+    place = tl.arange(0, TILE)
+    sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, TILE)
+    run = load_runs(runs_ptr, row, start, num_tokens, RUNS, TILE)
+    since = decays_since(sums, run, runs_ptr, row, chunk_start, num_tokens, RUNS)
+    c = load_rows(c_ptr, row, group, start, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z)
+    grad = load_rows(
+        grad_ptr, row, head, start, 0, num_tokens, num_heads, head_size, TILE, BLOCK_D
+    ).to(DOT)
+    begin = load_block(begins_ptr, chunk, 0, 0, head_size, state_size, BLOCK_D, BLOCK_Z)
+    dc = product(grad, begin, DOT, PRECISION) * since[:, None]
+    d_sums = tl.sum(dc * c.to(tl.float32), 1)
+    c = c.to(DOT)
+    for start_2 in range(chunk_start, start + 1, TILE):
+        sums_2 = load_column(sums_ptr, row, head, start_2, num_tokens, num_heads, TILE)
+        run_2 = load_runs(runs_ptr, row, start_2, num_tokens, RUNS, TILE)
+        dt = load_column(dt_ptr, row, head, start_2, num_tokens, num_heads, TILE)
+        b = load_rows(
+            b_ptr, row, group, start_2, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z
+        ).to(DOT)
+        x = load_rows(
+            x_ptr, row, head, start_2, 0, num_tokens, num_heads, head_size, TILE, BLOCK_D
+        ).to(DOT)
+        left = decays_between(
+            sums[:, None],
+            sums_2[None, :],
+            (start + place)[:, None],
+            (start_2 + place)[None, :],
+            run[:, None],
+            run_2[None, :],
+            num_tokens,
+            RUNS,
+        )
+        d_scores = product(grad, tl.trans(x), DOT, PRECISION) * left * dt[None, :]
+        d_sums += tl.sum(d_scores * product(c, tl.trans(b), DOT, PRECISION), 1)
+        dc += product(d_scores.to(DOT), b, DOT, PRECISION)
+    store_rows(dc_ptr, dc, row, head, start, 0, num_tokens, num_heads, state_size, TILE, BLOCK_Z)
+    store_column(d_sums_ptr, d_sums, row, head, start, num_tokens, num_heads, TILE)
+
+
+def _key_gradients(
+    x_ptr: Any,
+    dt_ptr: Any,
+    sums_ptr: Any,
+    b_ptr: Any,
+    c_ptr: Any,
+    d_ptr: Any,
+    runs_ptr: Any,
+    laters_ptr: Any,
+    grad_ptr: Any,
+    dx_ptr: Any,
+    db_ptr: Any,
+    ddt_ptr: Any,
+    d_sums_ptr: Any,
+    fed_ptr: Any,
     dd_ptr: Any,
     num_tokens: Any,
     num_heads: Any,
@@ -229,73 +553,72 @@ def _backward(
     state_size: Any,
     RUNS: tl.constexpr,
     CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Z: tl.constexpr,
+    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One head of one row, from the last chunk to the first; each head has gradients of b and c of
-    its own, which are added up afterwards."""
+    """Gradients of x, b, dt and d for a tile of tokens of one head, from the tokens of the chunk
+    that come after, and from the state behind the chunk. `fed` is that of the logarithms which
+    scale what tokens add to that state."""
     program = tl.cast(tl.program_id(0), tl.int64)
-    row, head = program // num_heads, program % num_heads
+    num_tiles = (num_tokens + TILE - 1) // TILE
+    start, number = (program % num_tiles) * TILE, program // num_tiles
+    row, head = number // num_heads, number % num_heads
     group = head // (num_heads // num_groups)
-    a = tl.load(a_ptr + head).to(tl.float32)
-    d = tl.load(d_ptr + head).to(tl.float32)
-    place, place_d, place_z = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Z)
-    places = place_d[:, None] * state_size + place_z[None, :]
-    inside = (place_d < head_size)[:, None] & (place_z < state_size)[None, :]
-    elements = head_size * state_size
-    later = tl.zeros([BLOCK_D, BLOCK_Z], dtype=tl.float32)
-    da = tl.zeros([CHUNK], dtype=tl.float32)
-    dd = tl.zeros([CHUNK], dtype=tl.float32)
-    num_chunks = (num_tokens + CHUNK - 1) // CHUNK
-    for number in range(num_chunks):
-        start = (num_chunks - 1 - number) * CHUNK
-        dt = load_column(dt_ptr, row, head, start, num_tokens, num_heads, CHUNK)
-        inner, since, until, whole = chunk_decays(
-            dt * a, runs_ptr, row, start, num_tokens, RUNS, CHUNK
-        )
-        x = load_rows(x_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        b = load_rows(b_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
-        c = load_rows(c_ptr, row, group, start, num_tokens, num_groups, state_size, CHUNK, BLOCK_Z)
+    chunk_start = start // CHUNK * CHUNK
+    end = tl.minimum(chunk_start + CHUNK, num_tokens)
+    chunk = number * ((num_tokens + CHUNK - 1) // CHUNK) + start // CHUNK
+    place = tl.arange(0, TILE)
+    sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, TILE)
+    run = load_runs(runs_ptr, row, start, num_tokens, RUNS, TILE)
+    dt = load_column(dt_ptr, row, head, start, num_tokens, num_heads, TILE)
+    total = tl.load(sums_ptr + (row * num_tokens + end - 1) * num_heads + head)
+    until = decays_until(sums, run, total, runs_ptr, row, end - 1, num_tokens, RUNS)
+    x = load_rows(x_ptr, row, head, start, 0, num_tokens, num_heads, head_size, TILE, BLOCK_D)
+    b = load_rows(b_ptr, row, group, start, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z)
+    later = load_block(laters_ptr, chunk, 0, 0, head_size, state_size, BLOCK_D, BLOCK_Z)
+    db = product(x.to(DOT), later, DOT, PRECISION) * until[:, None]
+    dx = product(b.to(DOT), tl.trans(later), DOT, PRECISION) * until[:, None]
+    ddt = tl.sum(db * b.to(tl.float32), 1)
+    store_column(fed_ptr, ddt * dt, row, head, start, num_tokens, num_heads, TILE)
+    d_sums = load_column(d_sums_ptr, row, head, start, num_tokens, num_heads, TILE)
+    x, b = x.to(DOT), b.to(DOT)
+    for start_2 in range(start, end, TILE):
+        sums_2 = load_column(sums_ptr, row, head, start_2, num_tokens, num_heads, TILE)
+        run_2 = load_runs(runs_ptr, row, start_2, num_tokens, RUNS, TILE)
+        c = load_rows(
+            c_ptr, row, group, start_2, 0, num_tokens, num_groups, state_size, TILE, BLOCK_Z
+        ).to(DOT)
         grad = load_rows(
-            grad_ptr, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D
+            grad_ptr, row, head, start_2, 0, num_tokens, num_heads, head_size, TILE, BLOCK_D
+        ).to(DOT)
+        left = decays_between(
+            sums_2[None, :],
+            sums[:, None],
+            (start_2 + place)[None, :],
+            (start + place)[:, None],
+            run_2[None, :],
+            run[:, None],
+            num_tokens,
+            RUNS,
         )
-        chunk = program * num_chunks + start // CHUNK
-        begin = tl.load(begins_ptr + chunk * elements + places, mask=inside, other=0.0)
-        dd += tl.sum(grad * x, 1)
-        # Within the chunk.
-        weights = tl.dot(c, tl.trans(b), input_precision=PRECISION) * inner
-        dweights = tl.dot(grad, tl.trans(x), input_precision=PRECISION)
-        dscores = dweights * inner * dt[None, :]
-        shares = dweights * weights
-        dx = tl.dot(tl.trans(weights), grad, input_precision=PRECISION) * dt[:, None] + grad * d
-        ddt = tl.sum(shares, 0)
-        dsums = tl.sum(shares * dt[None, :], 1) - ddt * dt
-        db = tl.dot(tl.trans(dscores), c, input_precision=PRECISION)
-        dc = tl.dot(dscores, b, input_precision=PRECISION)
-        # What tokens see of the state at the begin.
-        seen = tl.dot(c, tl.trans(begin), input_precision=PRECISION)
-        pulled = grad * since[:, None]
-        dsums += tl.sum(pulled * seen, 1)
-        dc += tl.dot(pulled, begin, input_precision=PRECISION)
-        # What tokens add to the state at the end.
-        moved = tl.dot(b, tl.trans(later), input_precision=PRECISION)
-        fed = until * dt
-        dx += moved * fed[:, None]
-        dfed = tl.sum(x * moved, 1) * until
-        ddt += dfed
-        dsums -= dfed * dt
-        at_end = tl.sum(dfed * dt, 0) + tl.sum(tl.sum(begin * later, 1), 0) * whole
-        dsums += tl.where(place == CHUNK - 1, at_end, 0.0)
-        db += tl.dot(x * fed[:, None], later, input_precision=PRECISION)
-        later = later * whole + tl.dot(tl.trans(pulled), c, input_precision=PRECISION)
-        # A sum of logarithms has in it those of all tokens before.
-        dlogs = tl.sum(dsums, 0) - tl.cumsum(dsums, 0) + dsums
-        ddt += dlogs * a
-        da += dlogs * dt
-        store_rows(dx_ptr, dx, row, head, start, num_tokens, num_heads, head_size, CHUNK, BLOCK_D)
-        store_rows(db_ptr, db, row, head, start, num_tokens, num_heads, state_size, CHUNK, BLOCK_Z)
-        store_rows(dc_ptr, dc, row, head, start, num_tokens, num_heads, state_size, CHUNK, BLOCK_Z)
-        store_column(ddt_ptr, ddt, row, head, start, num_tokens, num_heads, CHUNK)
-    tl.store(da_ptr + program, tl.sum(da, 0))
-    tl.store(dd_ptr + program, tl.sum(dd, 0))
+        weights = product(b, tl.trans(c), DOT, PRECISION) * left
+        d_weights = product(x, tl.trans(grad), DOT, PRECISION)
+        shares = tl.sum(d_weights * weights, 1)
+        ddt += shares
+        d_sums -= shares * dt
+        dx += product(weights.to(DOT), grad, DOT, PRECISION)
+        db += product((d_weights * left).to(DOT), c, DOT, PRECISION)
+    grad = load_rows(
+        grad_ptr, row, head, start, 0, num_tokens, num_heads, head_size, TILE, BLOCK_D
+    ).to(tl.float32)
+    dx = dx * dt[:, None] + grad * tl.load(d_ptr + head).to(tl.float32)
+    dd = tl.sum(grad * x.to(tl.float32), 1)
+    store_rows(dx_ptr, dx, row, head, start, 0, num_tokens, num_heads, head_size, TILE, BLOCK_D)
+    db = db * dt[:, None]
+    store_rows(db_ptr, db, row, head, start, 0, num_tokens, num_heads, state_size, TILE, BLOCK_Z)
+    store_column(ddt_ptr, ddt, row, head, start, num_tokens, num_heads, TILE)
+    store_column(d_sums_ptr, d_sums, row, head, start, num_tokens, num_heads, TILE)
+    store_column(dd_ptr, dd, row, head, start, num_tokens, num_heads, TILE)

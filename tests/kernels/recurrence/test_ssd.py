@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.kernels.dispatch import use
-from megtool.kernels.recurrence import chunked_triton
+from megtool.kernels.recurrence import ssd_triton
 from megtool.kernels.recurrence.causal_conv import runs_of
 from megtool.kernels.recurrence.ssd import ScanInputs, ssd_scan, ssd_step
 
@@ -33,6 +33,17 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu")
         numbers(rows, heads, size, state, seed=5),
     )
     return ScanInputs(*(None if t is None else t.to(device) for t in given))
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of tokens a chunk in fp32, one in bf16; several blocks of elements; few heads."""
+    for name in ("rows", "groups"):
+        monkeypatch.setitem(SIZES, name, 1)
+    monkeypatch.setitem(SIZES, "heads", 2)
+    monkeypatch.setattr(ssd_triton, "CHUNK", 64)
+    monkeypatch.setattr(ssd_triton, "_ELEMENTS", 16)
+    monkeypatch.setattr(ssd_triton, "_STATE", 16 * 16)
 
 
 def theirs(given: ScanInputs, chunk: int = 8) -> tuple[Tensor, Tensor]:
@@ -88,11 +99,14 @@ def spans(given: ScanInputs, sizes: list[int]) -> list[ScanInputs]:
     ]
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_runs_are_rows_of_their_own(name: str, device: str) -> None:
-    sizes = [64, 5, 20, 1, 60]  # a chunk that is a run, and one of several
-    given = inputs(150, device=device)._replace(state_BNDZ=None)
-    documents = torch.repeat_interleave(torch.arange(5), torch.tensor(sizes)).expand(2, -1)
+    sizes = [64, 5, 20, 1, 45]  # a chunk that is a run, and one of several
+    given = inputs(135, device=device)._replace(state_BNDZ=None)
+    documents = torch.repeat_interleave(torch.arange(5), torch.tensor(sizes)).expand(
+        SIZES["rows"], -1
+    )
     runs = runs_of(documents).to(device)
     leaves = [t.clone().requires_grad_() for t in given[:6]]
     with use(name):
@@ -133,15 +147,17 @@ def test_gradients_are_transformers() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 70, 135])
 def test_triton_is_the_reference(
     tokens: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if tokens > 1 and dtype == torch.float32:
-        monkeypatch.setitem(SIZES, "size", 40)
-        monkeypatch.setattr(chunked_triton, "_MOST_STATE", 16 * 16)
-        assert chunked_triton.num_cuts(40, 6) == 4
+    if tokens == 70:
+        monkeypatch.setitem(SIZES, "rows", 2)
+        monkeypatch.setitem(SIZES, "heads", 4)
+        monkeypatch.setitem(SIZES, "groups", 2)
+        monkeypatch.setitem(SIZES, "size", 24)
     given = inputs(tokens, dtype, device)
     results: list[list[Any]] = []
     for name, wide in (("triton", dtype), ("torch", torch.float64)):
@@ -160,9 +176,9 @@ def test_triton_is_the_reference(
         torch.testing.assert_close(got.double(), want.double(), rtol=ulp, atol=ulp * max(1, scale))
 
 
-@pytest.mark.parametrize(
-    ("head_size", "state_size", "cuts"),
-    [(64, 128, 1), (80, 128, 2), (128, 128, 2), (64, 256, 2), (97, 128, 97), (64, 1024, 0)],
-)
-def test_heads_are_cut_so_that_states_are_small(head_size: int, state_size: int, cuts: int) -> None:
-    assert chunked_triton.num_cuts(head_size, state_size) == cuts
+def test_what_triton_cannot_do_is_left_to_the_reference() -> None:
+    """Tiles that no GPU has the memory for, and fp64."""
+    for head, state, is_fit in ((64, 128, True), (128, 256, True), (256, 256, False)):
+        x, b = torch.empty(1, 1, 1, head), torch.empty(1, 1, 1, state)
+        assert ssd_triton.fits(x, b) is is_fit
+        assert not ssd_triton.fits(x.double(), b.double())

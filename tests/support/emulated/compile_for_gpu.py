@@ -110,10 +110,10 @@ def listed_kernels() -> set[str]:
     return found
 
 
-def record(selected: Iterable[Case]) -> list[Launch]:
-    """The launches of cases, each specialization once."""
+def record(selected: Iterable[Case], arch: int = 90) -> list[Launch]:
+    """The launches of cases on an architecture, each specialization once."""
     found: dict[Any, Launch] = {}
-    compiled = launch.compiled
+    compiled, elsewhere = launch.compiled, launch.CAPABILITY_ELSEWHERE
     for case in selected:
 
         class Recorder:
@@ -129,11 +129,11 @@ def record(selected: Iterable[Case]) -> list[Launch]:
                 one = Launch(self.case, self.body, args, meta)
                 found.setdefault(one.key, one)
 
-        launch.compiled = Recorder
+        launch.compiled, launch.CAPABILITY_ELSEWHERE = Recorder, arch
         try:
             case.run()
         finally:
-            launch.compiled = compiled
+            launch.compiled, launch.CAPABILITY_ELSEWHERE = compiled, elsewhere
     return list(found.values())
 
 
@@ -236,23 +236,21 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
 
 
-_launches: list[Launch] = []  # a worker has them from the process that it was forked from
+_work: list[tuple[Launch, int]] = []  # a worker has it from the process that it was forked from
 
 
-def _compile(job: tuple[int, int]) -> Result:
-    number, arch = job
-    return compile_launch(_launches[number], arch)
+def _compile(number: int) -> Result:
+    return compile_launch(*_work[number])
 
 
-def compile_all(launches: Sequence[Launch], archs: Sequence[int], jobs: int) -> Iterator[Result]:
-    """Compile all launches for all architectures, some at a time, in order."""
-    _launches[:] = launches
-    work = [(number, arch) for number in range(len(launches)) for arch in archs]
+def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[Result]:
+    """Compile launches, each for its architecture, some at a time, in order."""
+    _work[:] = work
     if jobs <= 1:
-        yield from map(_compile, work)
+        yield from map(_compile, range(len(work)))
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_compile, work)
+        yield from pool.imap(_compile, range(len(work)))
 
 
 def line(result: Result) -> str:
@@ -260,7 +258,7 @@ def line(result: Result) -> str:
     limit = SHARED_BYTES[result.arch]
     numbers = f"{result.registers:>4} {result.spilled_bytes:>7,} {result.shared_bytes:>8,}"
     return (
-        f"{result.kernel:<38} sm_{result.arch:<4}{result.dtype:<9}{numbers} of {limit:,}  "
+        f"{result.kernel:<44} sm_{result.arch:<4}{result.dtype:<9}{numbers} of {limit:,}  "
         f"{result.operation}, {result.shape}: {result.problem or 'ok'}"
     )
 
@@ -285,25 +283,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         selected = [c for c in selected if str(c.dtype).removeprefix("torch.") in options.dtype]
     if options.fast:
         selected = list(fast(selected))
-    launches = record(selected)
-    if options.kernel:
-        launches = [
-            x for x in launches if any(k in x.name or k in x.case.operation for k in options.kernel)
-        ]
-    if not launches:
-        parser.error("no kernel is selected")
     archs = options.arch or (FAST_ARCHS if options.fast else sorted(SHARED_BYTES))
+    work = [(one, arch) for arch in archs for one in record(selected, arch)]
+    if options.kernel:
+        work = [
+            (x, arch)
+            for x, arch in work
+            if any(k in x.name or k in x.case.operation for k in options.kernel)
+        ]
+    if not work:
+        parser.error("no kernel is selected")
     failed = count = 0
     if not options.json:
-        print(f"{'kernel':<38} {'arch':<7}{'dtype':<9} reg spilled   shared")
-    for result in compile_all(launches, archs, options.jobs):
+        print(f"{'kernel':<44} {'arch':<7}{'dtype':<9} reg spilled   shared")
+    for result in compile_all(work, options.jobs):
         count += 1
         failed += bool(result.problem)
         if result.problem or not options.problems:
             print(json.dumps(asdict(result)) if options.json else line(result), flush=True)
-    names = {x.name for x in launches}
+    names = {x.name for x, _ in work}
     print(
-        f"{len(names)} kernels, {len(launches)} specializations, {len(archs)} architectures: "
+        f"{len(names)} kernels, {len(archs)} architectures, {count} specializations: "
         f"{count - failed} compiled and fit, {failed} did not; none was run",
         file=sys.stderr if options.json else sys.stdout,
     )
