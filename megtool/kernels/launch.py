@@ -126,7 +126,8 @@ def for_graph() -> Iterator[None]:
 
 def is_for_graph() -> bool:
     """Whether work is captured now, or will be when its warm-up has ended."""
-    return _num_for_graph > 0 or torch.cuda.is_current_stream_capturing()
+    cuda = torch.cuda
+    return _num_for_graph > 0 or (cuda.is_available() and cuda.is_current_stream_capturing())
 
 
 def accumulator(x: Tensor) -> Any:

@@ -1,20 +1,15 @@
-"""Triton kernels of the gradients of the gated delta rule, for `delta_rule_triton`.
+"""Triton kernels of the gradients of the gated delta rule, which `delta_rule_triton` launches.
 
-What a chunk's outputs pull at what its tokens add (`_local_gradients`), a scan over the gradients
-of states (`_scan_gradients`), and then each chunk alone: products between its tokens, betas and
-values (`_pair_gradients`), queries and keys.
+What a chunk's outputs pull at what its tokens add (`local_gradients`), a scan over the gradients
+of states (`scan_gradients`), and then each chunk alone: products between its tokens, betas and
+values (`pair_gradients`), queries and keys.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megtool.kernels.launch import cdiv, launch
 from megtool.kernels.recurrence.chunked_triton import (
-    block,
     decay_across,
     decays_between,
     decays_since,
@@ -23,7 +18,6 @@ from megtool.kernels.recurrence.chunked_triton import (
     load_column,
     load_rows,
     load_runs,
-    log_gradients,
     product,
     store_block,
     store_column,
@@ -34,101 +28,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class Saved(NamedTuple):
-    """Inputs of the forward pass and what it keeps: factors of queries' and keys' lengths, sums of
-    logarithms, inverses of the chunks' systems, what tokens add, and states before chunks."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    beta: Tensor
-    runs: Tensor | None
-    query_lengths: Tensor
-    key_lengths: Tensor
-    sums: Tensor
-    inverses: Tensor
-    changes: Tensor
-    begins: Tensor
-
-
-def gradients(
-    saved: Saved, grad: Tensor, grad_last: Tensor, sizes: dict[str, Any]
-) -> tuple[Tensor, ...]:
-    """Gradients of queries and keys (fp32), values, logarithms of decays, betas, the first state.
-
-    `grad` and `grad_last` are those of the outputs and of the last state (fp32).
-    """
-    query, key, value, beta, runs, q_lengths, k_lengths, sums, inverses, changes, begins = saved
-    (rows, tokens, heads, size), (keys, key_size) = value.shape, key.shape[2:]
-    chunk, device = sizes["CHUNK"], value.device
-    chunks = cdiv(tokens, chunk)
-    extents = (tokens, keys, heads, key_size, size)
-    given_runs = value if runs is None else runs
-    flags = {"RUNS": runs is not None, **sizes}
-    tiles = {**flags, "BLOCK_D": block(key_size, 64), "BLOCK_P": block(size, 64)}
-    columns = (q_lengths, k_lengths, sums, beta, given_runs)
-    programs = rows * heads * chunks
-
-    reads = torch.empty(rows, tokens, heads, key_size, dtype=begins.dtype, device=device)
-    d_changes = torch.empty_like(changes)
-    inputs = (query, key, *columns, inverses, grad)
-    launch(_local_gradients, programs, device, *inputs, reads, d_changes, *extents, **tiles)
-
-    laters, dstate = torch.empty_like(begins), torch.empty_like(grad_last)
-    blocks = cdiv(size, sizes["BLOCK_P"])
-    carried = torch.empty(rows, heads, chunks, blocks, dtype=torch.float32, device=device)
-    launch(
-        _scan_gradients,
-        rows * heads * blocks,
-        device,
-        *(query, key, *columns, grad, grad_last, reads, begins),
-        *(d_changes, laters, carried, dstate),
-        *extents,
-        **flags,
-    )
-    del reads
-
-    d_within, d_alike = torch.empty_like(inverses), torch.empty_like(inverses)
-    dvalue, dbeta = torch.empty_like(value), torch.empty_like(sums)
-    d_sums, fed = torch.empty_like(sums), torch.empty_like(sums)
-    launch(
-        _pair_gradients,
-        programs,
-        device,
-        *(query, key, value, *columns, inverses, changes, grad),
-        *(d_changes, d_within, d_alike, dvalue, dbeta, d_sums),
-        *extents,
-        **{**tiles, "BLOCK_P": block(size, 32)},
-    )
-
-    by_value = (rows, tokens, heads, key_size)
-    dquery, dkey = (torch.empty(by_value, dtype=torch.float32, device=device) for _ in range(2))
-    flags["BLOCK_P"] = block(size, 32 if sizes["BLOCK_D"] > 128 else 64)
-    launch(
-        _query_gradients,
-        programs,
-        device,
-        *(query, key, *columns, grad, begins, d_within, dquery, d_sums),
-        *extents,
-        key_size**-0.5,
-        **flags,
-    )
-    launch(
-        _key_gradients,
-        programs,
-        device,
-        *(query, key, *columns, changes, d_changes, begins, laters, d_within, d_alike),
-        *(dkey, dbeta, d_sums, fed),
-        *extents,
-        **flags,
-    )
-    ddecay = log_gradients(d_sums, fed, carried.sum(-1), chunk)
-    by_key = (rows, tokens, keys, -1, key_size)
-    dquery, dkey = (x.view(by_key).sum(3) for x in (dquery, dkey))
-    return dquery, dkey, dvalue, ddecay, dbeta, dstate
-
-
-def _local_gradients(
+def local_gradients(
     query_ptr: Any,
     key_ptr: Any,
     query_lengths_ptr: Any,
@@ -224,7 +124,7 @@ def _local_gradients(
         )
 
 
-def _scan_gradients(
+def scan_gradients(
     query_ptr: Any,
     key_ptr: Any,
     query_lengths_ptr: Any,
@@ -323,7 +223,7 @@ def _scan_gradients(
     store_block(dstate_ptr, later, number, 0, first, key_size, value_size, BLOCK_D, BLOCK_P)
 
 
-def _pair_gradients(
+def pair_gradients(
     query_ptr: Any,
     key_ptr: Any,
     value_ptr: Any,
@@ -363,7 +263,7 @@ def _pair_gradients(
     number, start = program // num_chunks, (program % num_chunks) * CHUNK
     row, head = number // num_heads, number % num_heads
     group = head // (num_heads // num_keys)
-    place = tl.arange(0, CHUNK)
+    place, width = tl.arange(0, CHUNK), value_size
     sums = load_column(sums_ptr, row, head, start, num_tokens, num_heads, CHUNK)
     run = load_runs(runs_ptr, row, start, num_tokens, RUNS, CHUNK)
     beta = load_column(beta_ptr, row, head, start, num_tokens, num_heads, CHUNK)
@@ -373,36 +273,18 @@ def _pair_gradients(
     d_within = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     d_alike = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     dbeta = tl.zeros([CHUNK], dtype=tl.float32)
-    for first in range(0, value_size, BLOCK_P):
+    for first in range(0, width, BLOCK_P):
         d_change = load_rows(
-            d_changes_ptr,
-            row,
-            head,
-            start,
-            first,
-            num_tokens,
-            num_heads,
-            value_size,
-            CHUNK,
-            BLOCK_P,
+            d_changes_ptr, row, head, start, first, num_tokens, num_heads, width, CHUNK, BLOCK_P
         )
         change = load_rows(
-            changes_ptr,
-            row,
-            head,
-            start,
-            first,
-            num_tokens,
-            num_heads,
-            value_size,
-            CHUNK,
-            BLOCK_P,
+            changes_ptr, row, head, start, first, num_tokens, num_heads, width, CHUNK, BLOCK_P
         )
         grad = load_rows(
-            grad_ptr, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
+            grad_ptr, row, head, start, first, num_tokens, num_heads, width, CHUNK, BLOCK_P
         )
         v = load_rows(
-            value_ptr, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
+            value_ptr, row, head, start, first, num_tokens, num_heads, width, CHUNK, BLOCK_P
         )
         target = product(turned, d_change, DOT, PRECISION)
         dbeta += tl.sum(target * v.to(tl.float32), 1)
@@ -418,22 +300,12 @@ def _pair_gradients(
             first,
             num_tokens,
             num_heads,
-            value_size,
+            width,
             CHUNK,
             BLOCK_P,
         )
         store_rows(
-            dvalue_ptr,
-            dv,
-            row,
-            head,
-            start,
-            first,
-            num_tokens,
-            num_heads,
-            value_size,
-            CHUNK,
-            BLOCK_P,
+            dvalue_ptr, dv, row, head, start, first, num_tokens, num_heads, width, CHUNK, BLOCK_P
         )
     left = decays_between(
         sums[:, None],
@@ -471,7 +343,7 @@ def _pair_gradients(
     store_column(d_sums_ptr, d_sums, row, head, start, num_tokens, num_heads, CHUNK)
 
 
-def _query_gradients(
+def query_gradients(
     query_ptr: Any,
     key_ptr: Any,
     query_lengths_ptr: Any,
@@ -536,7 +408,7 @@ def _query_gradients(
     store_rows(dquery_ptr, dq, row, head, start, 0, num_tokens, num_heads, key_size, CHUNK, BLOCK_D)
 
 
-def _key_gradients(
+def key_gradients(
     query_ptr: Any,
     key_ptr: Any,
     query_lengths_ptr: Any,
@@ -566,7 +438,7 @@ def _key_gradients(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One chunk of one value head: gradients of keys, as `_query_gradients`, and what betas and
+    """One chunk of one value head: gradients of keys, as `query_gradients`, and what betas and
     sums of logarithms have from what keys read of states, and write into them (`fed`)."""
     program = tl.cast(tl.program_id(0), tl.int64)
     num_chunks = (num_tokens + CHUNK - 1) // CHUNK
@@ -584,16 +456,7 @@ def _key_gradients(
     read = tl.zeros([CHUNK, BLOCK_D], dtype=tl.float32)
     for first in range(0, value_size, BLOCK_P):
         target = load_rows(
-            targets_ptr,
-            row,
-            head,
-            start,
-            first,
-            num_tokens,
-            num_heads,
-            value_size,
-            CHUNK,
-            BLOCK_P,
+            targets_ptr, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
         )
         begin = load_block(begins_ptr, program, 0, first, key_size, value_size, BLOCK_D, BLOCK_P)
         read += product(target, tl.trans(begin), DOT, PRECISION)
@@ -607,16 +470,7 @@ def _key_gradients(
     d_unit = tl.zeros([CHUNK, BLOCK_D], dtype=tl.float32)
     for first in range(0, value_size, BLOCK_P):
         change = load_rows(
-            changes_ptr,
-            row,
-            head,
-            start,
-            first,
-            num_tokens,
-            num_heads,
-            value_size,
-            CHUNK,
-            BLOCK_P,
+            changes_ptr, row, head, start, first, num_tokens, num_heads, value_size, CHUNK, BLOCK_P
         )
         later = load_block(laters_ptr, program, 0, first, key_size, value_size, BLOCK_D, BLOCK_P)
         d_unit += product(change, tl.trans(later), DOT, PRECISION)

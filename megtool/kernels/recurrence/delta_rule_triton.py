@@ -11,7 +11,7 @@ and columns of products.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from megtool.kernels.recurrence.chunked_triton import (
     load_column,
     load_rows,
     load_runs,
+    log_gradients,
     product,
     store_block,
     store_rows,
@@ -141,8 +142,8 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, decay, beta, *rest = ctx.saved_tensors
-        saved = delta_rule_gradients_triton.Saved(query, key, value, beta, *rest)
-        dquery, dkey, dvalue, ddecay, dbeta, dstate = delta_rule_gradients_triton.gradients(
+        saved = _Saved(query, key, value, beta, *rest)
+        dquery, dkey, dvalue, ddecay, dbeta, dstate = _gradients(
             saved, grads[0].contiguous(), grads[1].float().contiguous(), chunk_sizes(key, value)
         )
         return (
@@ -154,6 +155,109 @@ class _Rule(torch.autograd.Function):
             None if ctx.state_type is None else dstate.to(ctx.state_type),
             None,
         )
+
+
+class _Saved(NamedTuple):
+    """Inputs of the forward pass and what it keeps: factors of queries' and keys' lengths, sums of
+    logarithms, inverses of the chunks' systems, what tokens add, and states before chunks."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    runs: Tensor | None
+    query_lengths: Tensor
+    key_lengths: Tensor
+    sums: Tensor
+    inverses: Tensor
+    changes: Tensor
+    begins: Tensor
+
+
+def _gradients(
+    saved: _Saved, grad: Tensor, grad_last: Tensor, sizes: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """Gradients of queries and keys (fp32), values, logarithms of decays, betas, the first state.
+
+    `grad` and `grad_last` are those of the outputs and of the last state (fp32).
+    """
+    query, key, value, beta, runs, q_lengths, k_lengths, sums, inverses, changes, begins = saved
+    (rows, tokens, heads, size), (keys, key_size) = value.shape, key.shape[2:]
+    chunk, device = sizes["CHUNK"], value.device
+    chunks = cdiv(tokens, chunk)
+    extents = (tokens, keys, heads, key_size, size)
+    given_runs = value if runs is None else runs
+    flags = {"RUNS": runs is not None, **sizes}
+    tiles = {**flags, "BLOCK_D": block(key_size, 64), "BLOCK_P": block(size, 64)}
+    columns = (q_lengths, k_lengths, sums, beta, given_runs)
+    programs = rows * heads * chunks
+
+    reads = torch.empty(rows, tokens, heads, key_size, dtype=begins.dtype, device=device)
+    d_changes = torch.empty_like(changes)
+    inputs = (query, key, *columns, inverses, grad)
+    launch(
+        delta_rule_gradients_triton.local_gradients,
+        programs,
+        device,
+        *inputs,
+        reads,
+        d_changes,
+        *extents,
+        **tiles,
+    )
+
+    laters, dstate = torch.empty_like(begins), torch.empty_like(grad_last)
+    blocks = cdiv(size, sizes["BLOCK_P"])
+    carried = torch.empty(rows, heads, chunks, blocks, dtype=torch.float32, device=device)
+    launch(
+        delta_rule_gradients_triton.scan_gradients,
+        rows * heads * blocks,
+        device,
+        *(query, key, *columns, grad, grad_last, reads, begins),
+        *(d_changes, laters, carried, dstate),
+        *extents,
+        **flags,
+    )
+    del reads
+
+    d_within, d_alike = torch.empty_like(inverses), torch.empty_like(inverses)
+    dvalue, dbeta = torch.empty_like(value), torch.empty_like(sums)
+    d_sums, fed = torch.empty_like(sums), torch.empty_like(sums)
+    launch(
+        delta_rule_gradients_triton.pair_gradients,
+        programs,
+        device,
+        *(query, key, value, *columns, inverses, changes, grad),
+        *(d_changes, d_within, d_alike, dvalue, dbeta, d_sums),
+        *extents,
+        **{**tiles, "BLOCK_P": block(size, 32)},
+    )
+
+    by_value = (rows, tokens, heads, key_size)
+    dquery, dkey = (torch.empty(by_value, dtype=torch.float32, device=device) for _ in range(2))
+    flags["BLOCK_P"] = block(size, 32 if sizes["BLOCK_D"] > 128 else 64)
+    launch(
+        delta_rule_gradients_triton.query_gradients,
+        programs,
+        device,
+        *(query, key, *columns, grad, begins, d_within, dquery, d_sums),
+        *extents,
+        key_size**-0.5,
+        **flags,
+    )
+    launch(
+        delta_rule_gradients_triton.key_gradients,
+        programs,
+        device,
+        *(query, key, *columns, changes, d_changes, begins, laters, d_within, d_alike),
+        *(dkey, dbeta, d_sums, fed),
+        *extents,
+        **flags,
+    )
+    ddecay = log_gradients(d_sums, fed, carried.sum(-1), chunk)
+    by_key = (rows, tokens, keys, -1, key_size)
+    dquery, dkey = (x.view(by_key).sum(3) for x in (dquery, dkey))
+    return dquery, dkey, dvalue, ddecay, dbeta, dstate
 
 
 def inverse_lengths(x_BSKD: Tensor, scale: float) -> Tensor:

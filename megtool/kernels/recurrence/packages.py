@@ -27,7 +27,7 @@ def fla_cannot(value_BSNP: Tensor, key_BSKD: Tensor, runs_BS: Tensor | None) -> 
     """
     wide = (torch.float32,) if requested_implementation() == "fla" else ()
     has_type = value_BSNP.dtype in (torch.bfloat16, torch.float16, *wide)
-    is_waiting = runs_BS is not None and value_BSNP.is_cuda and _is_captured()
+    is_waiting = runs_BS is not None and value_BSNP.is_cuda and launch.is_for_graph()
     return () if has_type and key_BSKD.shape[-1] <= 256 and not is_waiting else ("fla",)
 
 
@@ -49,10 +49,6 @@ def conv_cannot(
         and (past_BPC is None or runs_BS is None)
     )
     return () if can else ("causal-conv1d",)
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_current_stream_capturing()
 
 
 def gated_delta_rule(

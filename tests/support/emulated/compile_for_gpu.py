@@ -107,6 +107,10 @@ def listed_kernels() -> set[str]:
             match node:
                 case ast.Call(func=ast.Name("launch"), args=[ast.Name(body), *_]):
                     found.add(f"{path.stem}.{body}")
+                case ast.Call(
+                    func=ast.Name("launch"), args=[ast.Attribute(ast.Name(module), body), *_]
+                ):
+                    found.add(f"{module}.{body}")
     return found
 
 
