@@ -311,10 +311,21 @@ class Noted(Setting):
             want = config.attention.head_dim**-0.5
         if self._reads_as({**config.extra, **into}, fields, want):
             return
-        for value in _inverses(want, is_flag=" if x" in self.expression):
+        for value in self._inverses(fields, want):
             if self._reads_as({self.key: value}, fields, want):
                 into[self.key] = value
                 return
+
+    def _inverses(self, fields: Mapping[str, Any], want: Any) -> Iterator[Any]:
+        """Values of the key that may read as the field's value; those of a flag come first."""
+        if " if x" in self.expression:
+            yield from (True, False)
+        yield want
+        if isinstance(want, float | int) and want > 0:
+            if self.expression.startswith("x * "):
+                yield want / evaluate(self.expression, {**fields, "x": 1.0})
+            for inverse in (1 / want, want**-2):
+                yield round(inverse) if math.isclose(inverse, round(inverse)) else inverse
 
     def _reads_as(self, stored: Mapping[str, Any], fields: Mapping[str, Any], want: Any) -> bool:
         out = dict(fields)
@@ -333,16 +344,6 @@ class Noted(Setting):
             return ()
         self.read({}, into)
         return (self.key,)
-
-
-def _inverses(value: Any, *, is_flag: bool) -> Iterator[Any]:
-    """Values of a key that may read as a field's value; those of a flag come first."""
-    if is_flag:
-        yield from (True, False)
-    yield value
-    if isinstance(value, float | int) and value > 0:
-        for inverse in (1 / value, value**-2):
-            yield round(inverse) if math.isclose(inverse, round(inverse)) else inverse
 
 
 @dataclass(frozen=True, slots=True)

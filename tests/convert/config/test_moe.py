@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megtool.convert.config.moe import Nullable, ScoreNorm, UpTo
+from megtool.convert.config.keys import Default
+from megtool.convert.config.moe import Noted, Nullable, ScoreNorm, UpTo
 from megtool.convert.families.detection import family
 from megtool.errors import MappingError
 from megtool.spec.model_config import ModelConfig
@@ -70,3 +71,15 @@ def test_experts_have_a_width() -> None:
     keys |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2}
     with pytest.raises(MappingError, match="2 experts"):
         family("qwen3_moe").read_config(keys | {"moe_intermediate_size": 0})
+
+
+def test_a_multiplier_is_written_as_the_float_that_gives_the_field() -> None:
+    """Classes of transformers that check types refuse whole numbers there."""
+    setting = Noted(
+        "key_multiplier", "softmax_scale", Default("head_dim ** -0.5"), "x * head_dim ** -0.5"
+    )
+    for scale in (2 * 8**-0.5, 0.1):
+        written: dict[str, float] = {}
+        setting.write(ModelConfig.from_fields(**SIZES, vocab_size=64, softmax_scale=scale), written)
+        assert written["key_multiplier"] == pytest.approx(scale * 8**0.5)
+        assert type(written["key_multiplier"]) is float
