@@ -265,7 +265,7 @@ def test_a_data_set_of_megatron_is_a_source(tokenizer: Tokenizer, tmp_path: Path
             vocab_size=300,
         )
         assert feed.rows(0, 1).labels_BS[0].tolist() == list(range(4, 12))
-    with pytest.raises(FormatError, match="token 19, and the model knows 19"):
+    with pytest.raises(FormatError, match="token 19, and the model knows 0 to 18"):
         open_dataset([tmp_path / "set"], tokenizer, RowForm(length=8), cache=None, vocab_size=19)
 
 

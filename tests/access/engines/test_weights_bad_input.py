@@ -177,7 +177,7 @@ def test_quantization_that_megtool_does_not_decode_is_for_the_engine(
     shutil.copytree(places / "coded", folder)
     (folder / "hf_quant_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    config["quantization_config"] = {"quant_method": "aqlm"}
     (folder / "config.json").write_text(json.dumps(config))
     stored = load_file(folder / "model.safetensors")
     for engine in ENGINES.values():
@@ -187,5 +187,5 @@ def test_quantization_that_megtool_does_not_decode_is_for_the_engine(
     vllm.register()
     loader: Any = registry["megtool"](EngineLoadConfig())
     plain = SimpleNamespace(model=str(folder), quantization=None)
-    with raises(FormatError, "bitsandbytes", id="unsupported-quantization"):
+    with raises(FormatError, "aqlm", id="unsupported-quantization"):
         list(loader.get_all_weights(plain, None))

@@ -245,7 +245,7 @@ class Refused:
         return stored, made.config, "in blocks of 128 x 128"
 
     def method(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
-        return {"x.qweight": torch.ones(3)}, {"quant_method": "gptq", "bits": 4}, "gptq"
+        return {"x.qweight": torch.ones(3)}, {"quant_method": "aqlm", "bits": 4}, "aqlm"
 
     def three_bits(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
         made = MAKERS["int4 group"](weight(32, 64))
