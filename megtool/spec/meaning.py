@@ -26,10 +26,15 @@ def compare_functions(a: ModelConfig, b: ModelConfig) -> dict[str, tuple[Any, An
     """
     of_a, of_b = function_fields(a), function_fields(b)
     return {
-        name: (a.get(name), b.get(name))
+        name: (_shown(a.get(name), of_a[name]), _shown(b.get(name), of_b[name]))
         for name in of_a
         if name in of_b and not _is_same(of_a[name], of_b[name])
     }
+
+
+def _shown(value: Any, meaning: Any) -> Any:
+    """A field's value, or the number that it stands for."""
+    return meaning if isinstance(meaning, float) and not value else value
 
 
 def function_fields(config: ModelConfig) -> dict[str, Any]:

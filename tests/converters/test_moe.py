@@ -104,7 +104,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     differ = {name for name in CONFIG_FIELDS if said.get(name) != config.get(name)}
     # A bias of the router or the head is told by its tensor; what only generation needs, by no arg.
     told = {"attn_out_bias"} if megatron_limits(config) else set()
-    unsaid = {"router_group_best", "attn_chunk_size", "latent_norm_eps"}
+    unsaid = {"router_group_best", "attn_chunk_size", "latent_norm_eps", "mamba_norm_eps"}
     unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
     unsaid |= {"embedding_scale", "residual_scale", "softmax_scale", "logit_scale"}
     if config.attention.attn_temperature_rotated and config.attention.attn_temperature_scale:

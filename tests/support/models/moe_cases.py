@@ -108,6 +108,7 @@ GRANITE4 = (
     | MIXED
     | {
         "shared_intermediate_size": 40,
+        "rms_norm_eps": 1e-5,  # as Megatron has it in every mixer
         "layer_types": [MAMBA_LAYER, ATTENTION_LAYER],
     }
 )
