@@ -36,6 +36,7 @@ OPTIONS = {
     "prefetch_speed.py": ["--rounds", "1", "--steps", "4", "--samples", "2", "--compute-ms", "2"],
     "gpu_speed.py": [],
     "fp8_traffic.py": [],
+    "first_gpu.py": ["--dry-run"],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
     "delta_rule_speed.py": ["--tokens", "70", "--rounds", "1"],
     "mamba_speed.py": ["--tokens", "70", "--rounds", "1"],

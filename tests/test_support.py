@@ -14,6 +14,7 @@ OF_THE_CHECKOUT = {
     "test_benchmarks",
     "test_docstrings",
     "test_examples",
+    "test_first_gpu",
     "test_floors",
     "test_packaging",
     "test_readme",
