@@ -165,6 +165,7 @@ def test_a_nemo_model_that_cannot_be(nemo: Path, layers: str) -> None:
     assert "cannot be used" in str(opened.reason)
 
 
+MIXERS = TRAINED["mamba"] | {"mamba_norm_eps": 1e-5}  # as Megatron has it in every mixer
 MODELS: list[dict[str, Any]] = [
     {},
     {"tied_embeddings": True, "norm_eps": 1e-6, "rope_base": 5e5},
@@ -180,8 +181,8 @@ MODELS: list[dict[str, Any]] = [
     {"gated": False, "activation": "relu2", "position_embedding": "learned"},
     {"activation": "gelu_pytorch_tanh", "qk_norm": True, "zero_centered_norm": True},
     TRAINED["delta net"] | {"moe_layer_freq": (0, 1, 0, 1)},
-    TRAINED["mamba"] | {"gated": False, "activation": "relu2"},
-    TRAINED["mamba"] | {"num_mtp_layers": 2, "mtp_kind": "*E"},
+    MIXERS | {"gated": False, "activation": "relu2"},
+    MIXERS | {"num_mtp_layers": 2, "mtp_kind": "*E"},
 ]
 
 
@@ -234,7 +235,7 @@ def test_run_config_is_made_of_fields_that_exist() -> None:
 
 def test_run_config_of_a_hybrid_names_its_provider() -> None:
     """What a provider leaves out is what its dataclass has."""
-    want = config(**TRAINED["mamba"] | {"num_mtp_layers": 1, "mtp_kind": "*E"})
+    want = config(**MIXERS | {"num_mtp_layers": 1, "mtp_kind": "*E"})
     text = make_run_config(want, ParallelConfig(pp=2))
     said = yaml.safe_load(text)["model"]
     assert said["_target_"].endswith(".hybrid.hybrid_provider.HybridModelProvider")
@@ -252,7 +253,7 @@ def test_run_config_of_a_hybrid_names_its_provider() -> None:
 def test_a_bridge_checkpoint_of_a_hybrid_is_opened(
     tmp_path: Path, materialize: Materialize
 ) -> None:
-    model = config(**TRAINED["mamba"])
+    model = config(**MIXERS)
     write(tmp_path / "new", model, ParallelConfig(tp=2), materialize)
     folder = tmp_path / "new" / "iter_0000007"
     for name, data in make_bridge_files(model, ParallelConfig(tp=2), divisible_by=8).items():
