@@ -178,7 +178,7 @@ class IndexedStore:
         if cache is None:
             return self._scan()
         files = self._data.index_file, self._data.data_file
-        name = hashlib.sha256(os.fsencode(resolve_links(files[0])))
+        name = hashlib.sha256(os.fsencode(str(resolve_links(files[0]))))
         record = CheckRecord(cache / f"indexed-{name.hexdigest()[:24]}.json", files)
         match record.recall():
             case {"least": int(least), "most": int(most), "digest": str(digest)}:

@@ -236,7 +236,7 @@ def test_new_files_and_folders_respect_the_umask(tmp_path: Path) -> None:
 def test_read_whole_has_a_limit(source: Path) -> None:
     assert Files().read_whole(source) == DATA
     assert Files().read_whole(source / "below") is None
-    with pytest.raises(FormatError, match="over the limit"):
+    with pytest.raises(FormatError, match="more than the 1,000"):
         Files().read_whole(source, at_most=1000)
 
 

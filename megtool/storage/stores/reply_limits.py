@@ -124,18 +124,27 @@ def read_body(raw: Any, encoding: str, max_bytes: int) -> bytes:
         OversizeReplyError: there are more than `max_bytes`, as sent or decompressed.
     """
     out = bytearray()
-    inflate = None
+    num_sent, inflate = 0, None
     if encoding.lower() in ("gzip", "x-gzip", "deflate"):
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)
     while True:
         data = raw.read(_CHUNK, decode_content=False)
         if not data:
             return bytes(out)
-        try:
-            out += inflate.decompress(data, max_bytes + 1 - len(out)) if inflate else data
-        except zlib.error as e:
-            raise OversizeReplyError("its compressed bytes are damaged") from e
-        if len(out) > max_bytes or (inflate is not None and inflate.unconsumed_tail):
+        num_sent += len(data)
+        if inflate is None:
+            out += data
+        while inflate is not None and data:  # gzip may have several members, one behind the other
+            try:
+                out += inflate.decompress(data, max_bytes + 1 - len(out))
+            except zlib.error as e:
+                raise OversizeReplyError("its compressed bytes are damaged") from e
+            if len(out) > max_bytes or inflate.unconsumed_tail:
+                raise OversizeReplyError(f"it has more than {max_bytes:,} bytes")
+            data = inflate.unused_data
+            if inflate.eof:
+                inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)
+        if max(num_sent, len(out)) > max_bytes:
             raise OversizeReplyError(f"it has more than {max_bytes:,} bytes")
 
 
