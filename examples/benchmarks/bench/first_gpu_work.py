@@ -22,7 +22,6 @@ from torch import Tensor
 from megtool.kernels.attention.dot_product import attention
 from megtool.kernels.attention.mask import Mask, Segments
 from megtool.kernels.attention.tiles import ScoreRule
-from megtool.kernels.dispatch import Kernel
 from megtool.kernels.experts.grouped_gemm import grouped_linear
 from megtool.kernels.fp8.cast import Quantized, dequantize, quantize_blocks, quantize_tensor
 from megtool.kernels.fp8.products import dense_arithmetic, multiply
@@ -185,33 +184,12 @@ def modelopt(given: argparse.Namespace) -> Figures:
     return [{"layers": "ModelOpt's", "tokens_per_second": sum(t.numel() for t in tokens) / taken}]
 
 
-def broken_kernel(given: argparse.Namespace) -> Figures:
-    """A kernel that does not compile: what runs in its place."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def body(x_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        tl.static_assert(BLOCK < 0, "broken on purpose")
-        tl.store(x_ptr, 0.0)
-
-    def broken(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        body[(1,)](out, BLOCK=16)
-        return out
-
-    x = torch.randn(16, device=given.device)
-    kernel = Kernel("a kernel that is broken on purpose", torch.neg, triton=broken)
-    return [{"falls back": bool(torch.equal(kernel.on(x.device)(x), -x))}]
-
-
 WORK: dict[str, Work] = {
     "fp8": fp8,
     "experts": experts,
     "attention": attention_over_segments,
     "calibration": calibration,
     "modelopt": modelopt,
-    "broken-kernel": broken_kernel,
     **{f"beside-{name}": partial(beside, name) for name in PAIRS},
 }
 
