@@ -164,6 +164,13 @@ class Rope(Setting):
                 f"{', '.join(map(repr, self.kinds))}",
                 error_id="unsupported-model",
             )
+        unsaid = [n for n in _MSCALES if n not in (positions.rope_scaling or {})]
+        if self.has_mscales and positions.rope_scaling and unsaid:
+            raise MappingError(
+                f"rope_scaling of the kind {kind!r} has no {' and no '.join(unsaid)}, which the "
+                "family's class requires beside any scaling",
+                error_id="unsupported-model",
+            )
         if self.old:
             into[self.key] = positions.rope_base
             # Phi-MoE's class lets the length in the table win.

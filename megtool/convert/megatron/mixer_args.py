@@ -124,6 +124,8 @@ def mixer_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         if not out["mamba_num_heads"]:  # as Megatron computes it
             out["mamba_num_heads"] = 2 * int(args["hidden_size"]) // out["mamba_head_dim"]
     if KIMI_DELTA in kinds:
+        if args.get("position_embedding_type") == "none":
+            out["position_embedding"] = "none"  # also of the layers with latent attention
         _check_gates(args)
     if DELTA_NET in kinds or KIMI_DELTA in kinds:
         out |= {f: int(args.get(name) or default) for f, name, default in _DELTA_SIZES}

@@ -22,6 +22,9 @@ from megtool.errors import MappingError
 Condition = Callable[[Any, Mapping[str, Any]], bool]
 
 
+_SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer")  # the last is Phi-MoE's, not core's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsupported:
     """An arg that changes the function where `matters` holds of its value and the other args.
@@ -144,7 +147,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         name="moe_router_score_function",
         effect="the router's scores are another function of its logits",
-        matters=_of_experts(lambda v, _: v not in (None, "softmax", "sigmoid", "sqrtsoftplus")),
+        matters=_of_experts(lambda v, _: v is not None and v not in _SCORES),
     ),
     Unsupported(
         name="moe_mlp_glu_interleave_size",
