@@ -125,8 +125,8 @@ def _describe(source: CheckpointSource, options: VerifyOptions) -> _Described:
     if own is None:
         return replace(out, reason=f"{source.format!r} holds no model configuration here")
     if own.config.bidirectional:  # whose windows reach ahead, which no arg says
-        found = find_unsupported({**args, "bidirectional": True})
-        out = replace(out, unsupported={s.name: s.value for s in found})
+        settings = find_unsupported({**args, "bidirectional": True})
+        out = replace(out, unsupported={s.name: s.value for s in settings})
     is_read_alone = options.like is not None or source.known_config is None
     config = own.config if is_read_alone else source.known_config
     unread = dict(_flatten(own.config.extra)) if own.hf_config is not None else {}
