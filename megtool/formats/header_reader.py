@@ -6,8 +6,9 @@ Every format uses this before it trusts an input file.
 from __future__ import annotations
 
 import json
+import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,6 +66,30 @@ def list_names(folder: Path, *suffixes: str) -> list[str]:
         StorageError: the folder cannot be read.
     """
     return [n for n in _FILES.names(folder) if not suffixes or n.endswith(suffixes)]
+
+
+NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
+"""The name of a file of several that transformers writes: stem, number, count, suffix."""
+
+
+def check_numbered(
+    folder: Path, present: Collection[str], match: re.Match[str], *, index: str
+) -> None:
+    """Check that all files of the set that one belongs to (a match of `NUMBERED`) are there.
+
+    Raises:
+        FormatError: one is missing, and `index`, which would say what it has, is as well.
+    """
+    stem, _, count, suffix = match.groups()
+    for number in range(1, min(int(count), len(present) + 1) + 1):
+        name = f"{stem}-{number:05d}-of-{int(count):05d}{suffix}"
+        if name not in present:
+            raise FormatError(
+                f"{name!r} is missing, and so is {index}",
+                file=folder,
+                hint="is the download complete?",
+                error_id="missing-shard",
+            )
 
 
 Pairs = list[tuple[str, Any]]

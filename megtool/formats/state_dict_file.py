@@ -203,7 +203,7 @@ def _build(
     extents = Extents(
         file=np.array([n for n, _ in rows], np.int32),
         offset=np.array([x.offset for _, x in rows], np.int64),
-        length=np.array([_span_bytes(x) for _, x in rows], np.int64),
+        length=np.array([x.span_bytes for _, x in rows], np.int64),
         contained=bool(strides),
     )
     out = Catalogue(
@@ -223,19 +223,6 @@ def _build(
             strides={k: strides[row] for k, row in enumerate(ids.tolist()) if row in strides},
         )
     return out
-
-
-def _span_bytes(location: TensorLocation) -> int:
-    """Bytes from the first to the last element."""
-    if 0 in location.shape:
-        return 0
-    if location.strides is None:
-        count = 1
-        for n in location.shape:
-            count *= n
-        return count * location.dtype.itemsize
-    last = sum((n - 1) * s for n, s in zip(location.shape, location.strides, strict=True))
-    return (last + 1) * location.dtype.itemsize
 
 
 def _say_others(files: Sequence[StateDictFile]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ class StorageView:
         """Bytes of the storage from its start to the last element of the view."""
         if 0 in self.shape:
             return 0
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        return (self.start + last + 1) * self.dtype.itemsize
+        return (self.start + _span(self.shape, self.strides)) * self.dtype.itemsize
 
     @property
     def is_row_major(self) -> bool:
@@ -131,6 +131,19 @@ class TensorLocation:
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first to the last element."""
+        if 0 in self.shape:
+            return 0
+        strides = row_major(self.shape) if self.strides is None else self.strides
+        return _span(self.shape, strides) * self.dtype.itemsize
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, which no dim of `shape` is empty for."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
 StorageViews = dict[bytes, StorageView]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megtool.errors import FormatError
-from megtool.formats.header_reader import DAMAGED, read_exact
+from megtool.formats.header_reader import DAMAGED
 from megtool.formats.safetensors.quantized_parts import MISSING, PackedWeight, PartFinder
 from megtool.number_formats.bitsandbytes import parse_state
 from megtool.number_formats.decode import (
@@ -146,11 +146,9 @@ def _nested(
 def _read_state(stored: PartFinder, state: GlobalTensor) -> Any:
     if state.dtype.name != "uint8" or len(state.shape) != 1 or state.num_bytes > _MAX_STATE_BYTES:
         raise stored.error(state, f"{state.dtype} {list(state.shape)} is no state of a weight")
-    catalogue, row = stored.catalogue, stored.catalogue.index[state.name]
-    extents = catalogue.extents
-    path = catalogue.path(int(extents.file[row]))
+    data, path = stored.read(state)
     try:
-        return parse_state(read_exact(path, int(extents.offset[row]), state.num_bytes))
+        return parse_state(data)
     except FormatError as e:
         e.file, e.tensor, e.hint = str(path), state.name, DAMAGED
         raise

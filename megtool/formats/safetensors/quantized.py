@@ -238,7 +238,7 @@ def _check_quark(catalogue: Catalogue, config: Mapping[str, Any]) -> None:
 def _word_finder(
     config: Mapping[str, Any], method: str, catalogue: Catalogue
 ) -> Callable[[PartFinder, GlobalTensor], PackedWeight | None] | None:
-    """How weights of GPTQ, AWQ, auto-round and MLX are found; None for another method."""
+    """Return the finder of weights of GPTQ, AWQ, auto-round or MLX; None for another method."""
     if method == "mlx":
         return lambda stored, t: find_mlx(stored, t, config)
     if method not in WORD_METHODS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megtool.errors import FormatError
@@ -159,6 +160,16 @@ class PartFinder:
                 error_id=MISSING,
             )
         return tensor
+
+    def read(self, t: GlobalTensor) -> tuple[bytes, Path]:
+        """Read a small stored tensor; also returns its file.
+
+        Raises:
+            FormatError: the file is truncated.
+        """
+        row, extents = self.catalogue.index[t.name], self.catalogue.extents
+        path = self.catalogue.path(int(extents.file[row]))
+        return read_exact(path, int(extents.offset[row]), t.num_bytes), path
 
     def error(
         self,
@@ -462,12 +473,10 @@ def _make_weight(
 
 def _read_shape(stored: PartFinder, t: GlobalTensor) -> Shape:
     """The few integers of a `weight_shape` tensor."""
-    catalogue, row = stored.catalogue, stored.catalogue.index[t.name]
     width = t.dtype.itemsize
     if t.dtype.name not in ("int64", "int32") or len(t.shape) != 1 or not 0 < t.shape[0] <= 8:
         raise stored.error(t, f"{t.dtype} {list(t.shape)} is not a shape")
-    e = catalogue.extents
-    raw = read_exact(catalogue.path(int(e.file[row])), int(e.offset[row]), width * t.shape[0])
+    raw, _ = stored.read(t)
     return tuple(
         int.from_bytes(raw[i : i + width], "little", signed=True) for i in range(0, len(raw), width)
     )

@@ -6,7 +6,6 @@ A folder has safetensors, or the `pytorch_model.bin` of earlier releases (`torch
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from megtool.errors import DestinationError, FormatError, UsageError, listed
 from megtool.formats.auxiliary_files import find_auxiliary_files
 from megtool.formats.header_reader import (
     DAMAGED,
+    NUMBERED,
     check_inside,
+    check_numbered,
     check_plain_name,
     list_names,
     parse_json,
@@ -64,11 +65,9 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 _THREADS = 32
 """Headers that are read at a time from a store."""
 
-_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
-
 
 def detect(path: Path) -> bool:
-    """Whether this is a safetensors file or an index, or a folder with a config.json or weights."""
+    """Detect a safetensors file, an index, or a folder with a config.json or weights."""
     if path.is_dir():
         names = list_names(path)
         return any(n == "config.json" or _MARK in n or is_torch_weights(n) for n in names)
@@ -378,20 +377,8 @@ def _find_shards(folder: Path, present: list[str]) -> list[str]:
         return [SINGLE]
     if not present:
         raise _no_weights(folder)
-    for match in filter(None, map(_NUMBERED.fullmatch, present)):
-        stem, count = match[1], int(match[3])
-        missing = [
-            name
-            for i in range(1, min(count, len(present) + 1) + 1)
-            if (name := f"{stem}-{i:05d}-of-{count:05d}.safetensors") not in present
-        ]
-        if missing:
-            raise FormatError(
-                f"{missing[0]!r} is missing, and so is {INDEX}",
-                file=folder,
-                hint="is the download complete?",
-                error_id="missing-shard",
-            )
+    for match in filter(None, map(NUMBERED.fullmatch, present)):
+        check_numbered(folder, present, match, index=INDEX)
     return present
 
 

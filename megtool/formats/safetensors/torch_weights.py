@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.errors import FormatError, listed
-from megtool.formats.header_reader import list_names
+from megtool.formats.header_reader import NUMBERED, check_numbered, list_names
 
 TORCH_INDEX = ".bin.index.json"
 _SINGLE = "pytorch_model.bin"
@@ -21,7 +21,6 @@ _WEIGHTS = re.compile(
     r"pytorch_model(?:_fsdp)?(?:\.[\w-]+?)?(?:-\d{5}-of-\d{5})?\.bin|gptq_model-[\w.-]+\.bin"
 )
 _INDEX = re.compile(r"pytorch_model(?:\.bin\.index(?:\.[\w-]+)?|(?:\.[\w-]+)?\.bin\.index)\.json")
-_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class TorchWeights:
 
 
 def is_torch_weights(name: str) -> bool:
-    """Whether a file of this name has weights of a model, or is the index of such files."""
+    """Return whether a file of this name has weights of a model, or is the index of such files."""
     return _WEIGHTS.fullmatch(name) is not None or _INDEX.fullmatch(name) is not None
 
 
@@ -65,7 +64,7 @@ def find_torch_weights(folder: Path, index: Path | None = None) -> TorchWeights 
         return None
     sets: dict[str, list[str]] = {}
     for name in weights:
-        match = _NUMBERED.fullmatch(name)
+        match = NUMBERED.fullmatch(name)
         sets.setdefault(f"{match[1]} of {match[3]}" if match else name, []).append(name)
     if len(sets) > 1:
         raise FormatError(
@@ -73,18 +72,6 @@ def find_torch_weights(folder: Path, index: Path | None = None) -> TorchWeights 
             file=folder,
             hint=f"name the file to open, for example {folder / weights[0]}",
         )
-    if match := _NUMBERED.fullmatch(weights[0]):
-        _check_complete(folder, weights, match[1], int(match[3]))
+    if match := NUMBERED.fullmatch(weights[0]):
+        check_numbered(folder, weights, match, index=f"{_SINGLE}.index.json")
     return TorchWeights(names=weights, all_names=weights, index=None)
-
-
-def _check_complete(folder: Path, present: list[str], stem: str, count: int) -> None:
-    for number in range(1, min(count, len(present) + 1) + 1):
-        name = f"{stem}-{number:05d}-of-{count:05d}.bin"
-        if name not in present:
-            raise FormatError(
-                f"{name!r} is missing, and so is {_SINGLE}.index.json",
-                file=folder,
-                hint="is the download complete?",
-                error_id="missing-shard",
-            )

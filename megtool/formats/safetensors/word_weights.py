@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megtool.errors import FormatError
-from megtool.formats.header_reader import read_exact, short_repr
+from megtool.formats.header_reader import short_repr
 from megtool.formats.safetensors.quantized_parts import (
     AS_STORED_HINT,
     MISSING,
@@ -268,7 +268,4 @@ def _read_index(stored: PartFinder, g_idx: GlobalTensor, inputs: int) -> Any:
         raise stored.error(
             g_idx, f"{g_idx.dtype} {list(g_idx.shape)} names no groups of {inputs} inputs"
         )
-    catalogue, row = stored.catalogue, stored.catalogue.index[g_idx.name]
-    e = catalogue.extents
-    offset = int(e.offset[row])
-    return np.frombuffer(read_exact(catalogue.path(int(e.file[row])), offset, 4 * inputs), "<i4")
+    return np.frombuffer(stored.read(g_idx)[0], "<i4")

@@ -23,7 +23,7 @@ _HEAD_BYTES = 512
 
 
 def detect(path: Path) -> bool:
-    """Whether this is a file of `torch.save`, by its suffix or its first bytes."""
+    """Detect a file of `torch.save`, by its suffix or its first bytes."""
     if not path.is_file():
         return False
     if path.name.lower().endswith(_SUFFIXES):
