@@ -79,6 +79,11 @@ class MoePart:
         check_part(self)
 
 
+SPARSEMIXER = "sparsemixer"
+ROUTER_SCORES = ("softmax", "sigmoid", "sqrtsoftplus", SPARSEMIXER)
+"""Values of `router_score`; the last is Phi-MoE's, which megatron-core does not know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPart:
     """How tokens choose among routed experts."""

@@ -18,11 +18,9 @@ from megtool.convert.megatron.arg_values import plain_value
 from megtool.convert.megatron.hybrid_pattern import pattern_of
 from megtool.convert.megatron.rotary_args import INTERPOLATION, interpolation, is_llama3
 from megtool.errors import MappingError
+from megtool.spec.feed_forward import ROUTER_SCORES
 
 Condition = Callable[[Any, Mapping[str, Any]], bool]
-
-
-_SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "sparsemixer")  # the last is Phi-MoE's, not core's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +145,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         name="moe_router_score_function",
         effect="the router's scores are another function of its logits",
-        matters=_of_experts(lambda v, _: v is not None and v not in _SCORES),
+        matters=_of_experts(lambda v, _: v is not None and v not in ROUTER_SCORES),
     ),
     Unsupported(
         name="moe_mlp_glu_interleave_size",

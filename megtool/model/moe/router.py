@@ -19,10 +19,8 @@ from megtool.model.moe.aux_loss import Balance
 from megtool.parallel.collectives import scatter_rows
 from megtool.parallel.process_groups import ALONE, Group
 from megtool.spec import layer_sets
+from megtool.spec.feed_forward import ROUTER_SCORES, SPARSEMIXER
 from megtool.spec.model_config import ModelConfig
-
-SPARSEMIXER = "sparsemixer"
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", SPARSEMIXER)
 
 
 def check_trainable(config: ModelConfig) -> None:
@@ -225,9 +223,10 @@ def _within_best_groups(ranked_TE: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _check(config: ModelConfig) -> None:
-    if config.router.router_score not in SCORES:
+    if config.router.router_score not in ROUTER_SCORES:
         raise MappingError(
-            f"router_score is {config.router.router_score!r}", hint=f"known: {', '.join(SCORES)}"
+            f"router_score is {config.router.router_score!r}",
+            hint=f"known: {', '.join(ROUTER_SCORES)}",
         )
     num, chosen = config.moe.num_experts, config.moe.num_experts_per_token
     if not 0 < chosen <= num:
