@@ -76,8 +76,7 @@ def on_ranks(
     """
     import torch
 
-    from megtool.kernels import peers
-    from megtool.kernels.dispatch import use
+    from megtool.kernels.dispatch import require_package, use
     from megtool.kernels.transformer_engine import library as transformer_engine
     from megtool.parallel.process_groups import ProcessGroups
 
@@ -92,12 +91,9 @@ def on_ranks(
     device = _device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.kernels == "te":
-        transformer_engine.require(device.type)
-        if os.environ.get("RANK", "0") == "0":
-            _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
-    elif (peer := peers.as_peer(options.kernels)) is not None:
-        peers.require(peer, device.type)
+    require_package(options.kernels, device.type)
+    if options.kernels == "te" and os.environ.get("RANK", "0") == "0":
+        _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
     groups = (
         ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device, **more)
     )

@@ -73,11 +73,21 @@ def chosen(device: torch.device | str) -> Chosen:
         return _automatic(kind)
     if name == "triton":
         launch.require(kind)
-    elif name == "te":
-        transformer_engine.require(kind)
-    elif (peer := peers.as_peer(name)) is not None:
-        peers.require(peer, kind)
+    require_package(name, kind)
     return name
+
+
+def require_package(name: Implementation, device_kind: str) -> None:
+    """Make sure that Transformer Engine, or the package that an implementation is named after, runs
+    on devices of a kind, such as "cuda". Other implementations need no package of their own.
+
+    Raises:
+        MissingPackageError: it is not installed, or does not run there.
+    """
+    if name == "te":
+        transformer_engine.require(device_kind)
+    elif (peer := peers.as_peer(name)) is not None:
+        peers.require(peer, device_kind)
 
 
 @cache

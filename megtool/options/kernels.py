@@ -6,16 +6,4 @@ from typing import Literal
 
 Peer = Literal["fla", "mamba-ssm", "causal-conv1d", "liger", "flash-attn", "flash-attn-3"]
 """Packages whose kernels stand for megtool's own (`megtool.kernels.peers`)."""
-Implementation = Literal[
-    "auto",
-    "torch",
-    "triton",
-    "compile",
-    "te",
-    "fla",
-    "mamba-ssm",
-    "causal-conv1d",
-    "liger",
-    "flash-attn",
-    "flash-attn-3",
-]
+Implementation = Literal["auto", "torch", "triton", "compile", "te", Peer]

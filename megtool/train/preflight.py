@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from megtool.convert.megatron.sharding import check_layout
 from megtool.errors import LayoutError, UsageError
 from megtool.inference.runtime import usual_device
-from megtool.kernels import peers
-from megtool.kernels.transformer_engine import library as transformer_engine
+from megtool.kernels.dispatch import require_package
 from megtool.model.attention.context_parallel import check_exchange
 from megtool.model.moe.router import check_trainable
 from megtool.model.stacks.decoder import check_direction
@@ -48,10 +47,7 @@ def check_run(source: CheckpointSource, settings: TrainConfig) -> None:
         )
     check_effects(settings, ModelFacts.from_config(config))
     check_graphs(settings, config)
-    if settings.kernels == "te":
-        transformer_engine.require((settings.device or usual_device()).partition(":")[0])
-    elif (peer := peers.as_peer(settings.kernels)) is not None:
-        peers.require(peer, (settings.device or usual_device()).partition(":")[0])
+    require_package(settings.kernels, (settings.device or usual_device()).partition(":")[0])
     if settings.sharding.is_fully_sharded:
         require_fully_shard()
     check_features(settings, source)
