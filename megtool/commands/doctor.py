@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport(Report):
-    """What was found; `place` is the location that was tried, `kernels` what `--kernels auto` takes
-    for each fused operation."""
+    """The machine, its packages and what works with them; `place` is the location that was tried,
+    `kernels` the implementation of each fused operation that `--kernels auto` takes."""
 
     version: str
     hardware: Hardware

@@ -37,7 +37,7 @@ def without_wrappers(
 
 
 def _base_prefixes(binding: Binding) -> list[str]:
-    """What the names of a table's rows begin with, the shortest first."""
+    """Return the beginnings of the names of a table's rows, the shortest first."""
     out: dict[str, None] = {}
     for row in binding.rows:
         head, layer, _ = row.stored.partition(".layers.{l}.")
@@ -48,7 +48,7 @@ def _base_prefixes(binding: Binding) -> list[str]:
 
 
 def are_of_head(absent: Sequence[str], binding: Binding, present: Collection[str]) -> bool:
-    """Whether the absent tensors are those that lie outside the body of transformers' class."""
+    """Return whether the absent tensors all lie outside the body of transformers' class."""
     stored = [first_gap(binding.rows, binding.model, name, present) for name in absent[:32]]
     bodies = tuple(
         {row.stored.partition(".")[0] + "." for row in binding.rows if "{l}" in row.stored}

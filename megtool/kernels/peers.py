@@ -34,9 +34,8 @@ _logger = logging.getLogger(__name__)
 class PeerPackage:
     """A package: its distribution and versions, the functions that are called, and what it runs.
 
-    `functions` are `module:name` with the arguments that are passed by name. `capability` are the
-    compute capabilities that it is for, as the least one and the first that is too new; None for
-    all. What `is_triton` runs in Triton's interpreter, too.
+    `functions` are `module:name` with the arguments that are passed by name. What `is_triton` runs
+    in Triton's interpreter, too.
     """
 
     name: Peer
@@ -45,7 +44,6 @@ class PeerPackage:
     functions: Mapping[str, frozenset[str]]
     runs: str
     is_triton: bool = False
-    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
     build: str = ""
 
     @property
@@ -226,15 +224,10 @@ def _is_interpreted() -> bool:
 
 @cache
 def is_usable(name: Peer, device: torch.device) -> bool:
-    """Return whether `auto` can take a package's kernels on a device: a CUDA device of a capability
-    that they are for, where the package loads. One that is there and broken is logged once."""
-    package = PACKAGES[name]
+    """Return whether `auto` can take a package's kernels on a device: a CUDA device, where the
+    package loads. One that is there and broken is logged once."""
     if device.type != "cuda" or not installed_version(name):
         return False
-    if package.capability is not None:
-        least, above = package.capability
-        if not least <= torch.cuda.get_device_capability(device) < above:
-            return False
     try:
         load(name)
     except MissingPackageError as error:

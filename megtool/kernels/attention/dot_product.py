@@ -226,7 +226,7 @@ def attention_part_gradients(
 
 
 def _is_varlen_part(states: tuple[Tensor, Tensor, Tensor], mask: Mask, rule: ScoreRule) -> bool:
-    """Whether a GPU's kernel computes a part of the keys, with a run of tokens for each row."""
+    """Return whether a GPU's kernel computes a part of the keys, each row as one run of tokens."""
     query, key, _ = states
     if not (query.is_cuda and mask.is_plain) or rule.softcap or rule.share:
         return False

@@ -169,8 +169,7 @@ class BlockRounding:
             for a in (self.inputs, self.targets)
         )
         batch = slice_rows(micro_batch.batch, rows_R)
-        decoder = self.layers.decoder
-        is_shared = micro_batch.is_plain and not decoder.config.router.num_hash_layers
+        decoder, is_shared = self.layers.decoder, self.layers.shares_frame(micro_batch)
         frame = self._frames.get(batch.shape) if is_shared else None
         if frame is None:
             frame = decoder.frame(batch)

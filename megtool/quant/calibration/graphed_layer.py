@@ -87,11 +87,6 @@ def signature_of(batch: Batch) -> Signature:
     return batch.shape, *(None if x is None else x.shape for x in facts)
 
 
-def count_signatures(batches: Sequence[Batch]) -> Counter[Signature]:
-    """Count the batches of each signature."""
-    return Counter(signature_of(b) for b in batches)
-
-
 class GraphedLayer:
     """One layer, replayed where a graph of it can be captured and pays off, and run eagerly where
     not; `use` counts both, with reasons.

@@ -114,15 +114,18 @@ class LayerRunner:
         self._pool = graphed.pool
         return graphed
 
+    def shares_frame(self, micro_batch: MicroBatch) -> bool:
+        """Return whether positions and masks are those of every plain micro-batch of its shape;
+        not where routers choose experts by the tokens themselves."""
+        return micro_batch.is_plain and not self.decoder.config.router.num_hash_layers
+
     def _frame(self, number: int) -> ForwardContext:
-        """Positions and masks of a micro-batch; cached by shape for plain ones, unless routers
-        choose experts by the tokens themselves.
+        """Positions and masks of a micro-batch; cached by shape where they are shared.
 
         Each micro-batch has its own, which is kept, where layers read more than the residual.
         """
         micro_batch = self.micro_batches[number]
-        is_shared = micro_batch.is_plain and not self.decoder.config.router.num_hash_layers
-        if not (is_shared or self._keeps_frames):
+        if not (self.shares_frame(micro_batch) or self._keeps_frames):
             return self.decoder.frame(micro_batch.batch)
         key = (number,) if self._keeps_frames else micro_batch.batch.shape
         if key not in self._frames:
